@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from .fsdp.strategy import FSDPStrategy as FSDPStrategy
     from .fsdp.variants import hsdp as hsdp
+    from .pipeline.strategy import PipelineStrategy as PipelineStrategy
     from .single import SingleDeviceStrategy as SingleDeviceStrategy
 
 _HOMES = {
@@ -32,6 +33,7 @@ _HOMES = {
     ".deepspeed.strategy": "DeepSpeedStrategy",
     ".fsdp.strategy": "FSDPStrategy",
     ".fsdp.variants": "hsdp",
+    ".pipeline.strategy": "PipelineStrategy",
     ".single": "SingleDeviceStrategy",
 }
 

@@ -31,7 +31,8 @@ class Net(TrainModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 1))
+        blocks = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.ReLU()) for _ in range(3)]
+        self.net = nn.Sequential(nn.Linear(6, 32), *blocks, nn.Linear(32, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
@@ -94,7 +95,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         val_check_interval=9,
-        accumulate_grad_batches=AccumulationSchedule.cycle([1, 2]),
+        # A pipeline needs as many micro-batches as ranks.
+        accumulate_grad_batches=AccumulationSchedule.cycle([ranks, 4] if strategy == "pipeline" else [1, 2]),
         callbacks=[saver, Started(root)],
     )
     # The batch norm needs two samples.

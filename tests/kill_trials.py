@@ -34,7 +34,7 @@ from phalanx.framework.checkpoint.manifest_file import read_manifest
 from phalanx.framework.checkpoint.verify import verify
 
 SCRIPT = Path(__file__).with_name("kill_run.py")
-STRATEGIES = ("single", "ddp", "fsdp", "zero2", "zero3")
+STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "zero2", "zero3")
 RANKS = (2, 3)
 SAVING = ("synchronous", "asynchronous", "both")
 LIMIT_SECONDS = 180.0

@@ -55,6 +55,11 @@ class AccumulationSchedule:
         """The largest factor that ever occurs."""
         return max(self._cycle or self._factors)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All factors that occur."""
+        return self._cycle or tuple(self._factors)
+
     def __call__(self, epoch: int, step: int) -> int:
         """Return the number of micro-batches of the next optimizer step, given the epoch and the steps done so far."""
         if self._cycle:

@@ -101,6 +101,7 @@ STRATEGIES = Registry(
         "fsdp": ".strategies.fsdp.strategy:FSDPStrategy",
         "fsdp-offload": ".strategies.fsdp.variants:fsdp_offload",
         "hsdp": ".strategies.fsdp.variants:hsdp",
+        "pipeline": ".strategies.pipeline.strategy:PipelineStrategy",
         "deepspeed": ".strategies.deepspeed.strategy:DeepSpeedStrategy",
         "zero1": ".strategies.deepspeed.names:zero1",
         "zero1-offload": ".strategies.deepspeed.names:zero1_offload",

@@ -92,8 +92,9 @@ class Triggers:
         self._step = 0
 
     def compare_names(self, table: NameTable) -> None:
-        """Compare the metric names in ``table`` over the ranks in every step."""
-        self.table = table
+        """Compare the metric names in ``table`` over the ranks whose results count, in every step."""
+        if self.world.counts_data:
+            self.table = table
 
     def sum_up(self, tally: Tally) -> None:
         """Sum the numbers of ``tally`` over the ranks, in every step and in ``agree``."""
@@ -212,7 +213,7 @@ class Triggers:
         if total.has_raised:
             self._fire(raised)
         # A rank without data need not log the names that others log.
-        if size * total.names_squared != total.names * total.names and total.has_data == size:
+        if self.world.data_size * total.names_squared != total.names * total.names and total.has_data == size:
             self._compare_names((total.names, total.names_squared))
         own, squared = total.own_seconds, total.own_seconds_squared
         if size * squared > own * own and self.pace.differs(self._step, size, own, squared):
@@ -234,8 +235,9 @@ class Triggers:
         if not lasts or marks == self._reported_names:
             return
         self._reported_names = marks
-        tables = [set(names) for names in self.world.all_gather_object(self.table.epoch_names())]
-        for rank, names in enumerate(tables):
+        own = self.table.epoch_names() if self.world.counts_data else None
+        tables = {rank: set(each) for rank, each in enumerate(self.world.all_gather_object(own)) if each is not None}
+        for rank, names in tables.items():
             for name in sorted(names ^ tables[0]):
                 has, lacks = (rank, 0) if name in names else (0, rank)
                 self._note(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
-from ..core.position_rng import seed_generators
+from ..core.position_rng import mix_seed, seed_generators
 from .world import placement
 
 _MAX_SEED = 2**32 - 1
@@ -69,6 +69,25 @@ class Generators:
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
         self._cuda = _own_device_state() if torch.cuda.is_initialized() else None
+
+    def put_back(self) -> None:
+        """Set the generators of this process to this state."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, torch.cuda.current_device())
+
+    def digest(self) -> int:
+        """Return a checksum of the states of torch's generators."""
+        total = 0
+        for state in (self._torch, self._cuda):
+            if state is not None:
+                words = state[: len(state) // 8 * 8].view(torch.int64)
+                # Odd factors, so that a change of one word changes the sum, which wraps around.
+                total = mix_seed(total, int((words * torch.arange(1, 2 * len(words), 2)).sum()))
+        return total
 
     def state(self) -> dict[str, Any]:
         """Return the state as ``capture`` does."""

@@ -22,6 +22,9 @@ from .step_output import LossWatch, no_manual_backward
 class TrainingStep:
     """Routes the user's step, transfers batches, calls hooks, and checks losses."""
 
+    reruns: bool = True
+    """Whether each rank may run the step on one of its batches again, to search for a value that is not finite."""
+
     def __init__(self, run: Run, transfer: Callable[[Any], Any] | None, nonfinite: str) -> None:
         self.run = run
         self.progress = run.progress
@@ -45,7 +48,8 @@ class TrainingStep:
         # Whether a hook has returned -1, which skips this batch and the rest of the epoch.
         self.epoch_skipped = False
         self.index = 0
-        self.guard = NonFiniteGuard(run, nonfinite, self.plain, lambda: Seen(None, self.log.batch, self.index))
+        rerun = self.plain if self.reruns else None
+        self.guard = NonFiniteGuard(run, nonfinite, rerun, lambda: Seen(None, self.log.batch, self.index))
         self.reads_loss = run.device_type == "cpu"
         watches = nonfinite == "raise" and run.device_type == "cuda"
         self.watch = DeviceLossWatch(self.report, self.judge) if watches else None

@@ -17,24 +17,29 @@ def whole_tensors(shards: Mapping[str, Shard], world: World) -> Iterator[tuple[s
 
     Only one full tensor is on a device at a time.
     """
-    mine = {name: (shard.shape, shard.offsets, tuple(shard.tensor.shape)) for name, shard in shards.items()}
+    mine = {
+        name: (shard.shape, shard.offsets, tuple(shard.tensor.shape), shard.tensor.dtype)
+        for name, shard in shards.items()
+    }
     boxes_of_ranks = world.all_gather_object(mine)
     for name in dict.fromkeys(name for rank in boxes_of_ranks for name in rank):
         boxes = [rank.get(name) for rank in boxes_of_ranks]
-        shape = next(box[0] for box in boxes if box is not None)
+        # A rank may hold no part of a tensor.
+        shape, dtype = next((box[0], box[3]) for box in boxes if box is not None)
         if boxes[0] is not None and boxes[0][2] == shape:
             if world.is_global_zero:
                 yield name, shards[name].tensor.detach().cpu()
             continue
         # If several ranks hold the same piece, the first one adds it.
         shard = shards.get(name) if boxes.index(boxes[world.rank]) == world.rank else None
-        whole = _assembled(shard, shape, shards[name].tensor.dtype if name in shards else torch.float32, world)
+        whole = _assembled(shard, shape, dtype, world)
         if world.is_global_zero:
             yield name, whole.cpu()
 
 
 def _assembled(shard: Shard | None, shape: tuple[int, ...], dtype: torch.dtype, world: World) -> Tensor:
-    kept = torch.promote_types(dtype, torch.float32)
+    is_number = dtype.is_floating_point or dtype.is_complex
+    kept = torch.promote_types(dtype, torch.float32) if is_number else torch.int64
     whole = torch.zeros(shape, dtype=kept, device=world.device)
     if shard is not None and shard.tensor.numel():
         target = whole

@@ -264,8 +264,10 @@ def _strategy(strategy: str | Strategy, world_size: int, degrees: Degrees) -> St
 def _automatic(world_size: int, degrees: Degrees) -> str:
     """Return the strategy of ``"auto"`` before the memory is known, and with degrees for good.
 
-    With degrees it shards, unless replicas alone take the ranks that the degrees leave.
+    With degrees it shards, unless replicas alone take the ranks that the degrees leave, or there are pipelines.
     """
     if not degrees.used:
         return "single" if world_size == 1 else "ddp"
+    if "pp" in degrees.used:
+        return "pipeline"
     return "ddp" if degrees.dp_replicate == -1 or degrees.dp_shard == 1 else "fsdp"

@@ -33,6 +33,7 @@ from .placed_parts import move_others
 from .recovery import Recovery
 from .sequence_part import SequencePart
 from .step_flags import StepFlags
+from .window_passes import WindowPasses
 
 StepFunction = Callable[..., Any]
 
@@ -117,6 +118,9 @@ class Strategy(NamesArguments, ABC):
     """Operations for windows that are repeated, after a set-up for ``Routed.REPEATED``; None if it is not supported."""
     prevents_recovery: str = "whose passes contain collectives, which a rank that has run out of memory cannot join"
     """The reason for which there is no ``recovery``."""
+    window_passes: WindowPasses | None = None
+    """Runs the passes of a window together, where they cannot run one by one (pipelines). None: the training loop runs
+    one pass after another."""
     part: SequencePart = SequencePart()
     """The part of each sequence that this rank computes, from ``connect`` on."""
     state: CanonicalState = CanonicalState()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError
+from ..core.global_batch import GlobalBatch, pieces_of
 from .gradient_operations import no_clipping_by_value
 from .placed_parts import placed_parts
 from .strategy import Strategy
@@ -18,6 +20,26 @@ def check_algorithm(strategy: Strategy, algorithm: str) -> None:
     """
     if algorithm == "value" and not strategy.gradients.clips_by_value:
         raise no_clipping_by_value(strategy.name)
+
+
+def check_windows(
+    strategy: Strategy, accumulation: AccumulationSchedule, batch: GlobalBatch | None, data_size: int
+) -> None:
+    """Refuse windows that are too short for a strategy that runs their passes together.
+
+    Raises:
+        ConfigurationError: a window has too few micro-batches.
+    """
+    passes = strategy.window_passes
+    if passes is None:
+        return
+    if batch is None:
+        passes.check(accumulation.sizes, f"accumulate_grad_batches={accumulation}")
+    elif isinstance(batch.micro_batch_size, int):
+        # Of full windows; the last one of an epoch may be shorter.
+        share = batch.samples // data_size
+        size = batch.micro_batch_size
+        passes.check((len(pieces_of(share, size)),), f"{batch} with micro_batch_size={size}")
 
 
 def check_placed(strategy: Strategy, module: nn.Module, training: bool) -> None:

@@ -14,6 +14,7 @@ from ..loop.automatic_step import AutomaticStep
 from ..loop.evaluation_loop import EvaluationPlan
 from ..loop.fit_loop import FitLoop
 from ..loop.fit_plan import FitPlan
+from ..loop.joint_step import JointStep
 from ..loop.recovering_step import RecoveringStep, check_recovery
 from ..parallel.strategy import Routed
 from ..run.overrides import is_overridden
@@ -181,4 +182,6 @@ def build_step(
         return ManualStep(run, transfer, nonfinite)
     if isinstance(windows, RepeatableWindows):
         return RecoveringStep(run, transfer, nonfinite, clipping, windows)
+    if run.strategy.window_passes is not None:
+        return JointStep(run, transfer, nonfinite, clipping, run.strategy.window_passes)
     return AutomaticStep(run, transfer, nonfinite, clipping, windows)

@@ -80,6 +80,16 @@ def test_lightning_port_on_two_ranks_learns(tmp_path: Path) -> None:
     assert "359 images" in output
 
 
+def test_pipeline_on_two_ranks_learns_and_samples_from_the_full_model(tmp_path: Path) -> None:
+    process = run_script(EXAMPLES / "pipeline.py", "--short", "--out", str(tmp_path), timeout=180)
+    output = str(process.stdout)
+
+    assert process.returncode == 0, output
+    assert number_after("validation loss:", output) < 4.3
+    assert output.count("--- sample\ndef ") == 1
+    assert list((tmp_path / "pipeline" / "version_0" / "checkpoints").glob("*.ckpt"))
+
+
 def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "digits.py",
@@ -88,4 +98,5 @@ def test_every_example_is_run_here() -> None:
         "fabric_loop.py",
         "finetune.py",
         "lightning_port.py",
+        "pipeline.py",
     }

@@ -1,0 +1,147 @@
+"""``JointStep``: an optimizer step whose passes a strategy runs together, such as those of a pipeline.
+
+    start the control reduction; transfer and start each micro-batch of the window
+    read the control reduction, drop the gradients of the previous step
+    the strategy runs all passes (``WindowPasses.run``), which call the user's step
+    handle signals, agree on the flags, average gradients over the ranks that read other data
+    on_train_batch_end of all micro-batches but the last; clip, update, learning rates; that of the last
+
+Ranks that read the same data take part in the same passes. Only those that see the outputs of the user's step log
+values and check losses; the others are given the losses for their hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigurationError
+from ..core.optimizer_config import parameters_of
+from ..data.accumulation_window import MicroBatches
+from ..parallel.window_passes import Window, WindowPasses
+from ..run.run import Run
+from ..watchdog.heartbeat import LAST_BACKWARD
+from .automatic_step import AutomaticStep
+from .filler_batches import FILLER
+from .step_output import loss_of, outputs_for_hooks
+from .window_batches import with_fillers, with_weights
+
+
+class JointStep(AutomaticStep):
+    """Runs windows by ``WindowPasses``.
+
+    Args:
+        run: the fit.
+        transfer: moves a batch to the device; None if it is there already.
+        nonfinite: the policy for losses that are not finite.
+        clipping: the clip value, None for no clipping, and algorithm.
+        passes: runs the passes of a window.
+
+    Raises:
+        ConfigurationError: a hook must run around each backward pass.
+    """
+
+    reruns = False
+    """Ranks see the losses of different micro-batches, and one step takes several of them."""
+
+    def __init__(
+        self,
+        run: Run,
+        transfer: Callable[[Any], Any] | None,
+        nonfinite: str,
+        clipping: tuple[float | None, str],
+        passes: WindowPasses,
+    ) -> None:
+        super().__init__(run, transfer, nonfinite, clipping)
+        self.passes = passes
+        if self.before_backward or self.after_backward:
+            raise ConfigurationError(
+                f"on_before_backward and on_after_backward are called around each backward pass, and strategy="
+                f"{run.strategy.name!r} runs those of a window together: use on_before_optimizer_step or "
+                "on_train_batch_end."
+            )
+        self.starts_early = self.is_distributed
+        self.unweighted_single_rank = False
+        self.outputs: dict[int, Any] = {}
+        """The outputs of the window in progress by position, on ranks that see them."""
+
+    def __call__(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
+        """Run a window of micro-batches; return False at the end of the epoch. Collective. See ``AutomaticStep``."""
+        self.epoch_skipped = False
+        index, count = self.progress.batch_in_epoch, len(batches)
+        consumed, stride = (size, 1) if samples is None else (1, 0)
+        batches, weights = with_weights(batches, self.batch_weight, samples)
+        coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), None)
+        fetched, _ = next(coming)
+        first = self._start(fetched, index)
+        if self.totals.open(fetched, weights, size) == 0:
+            return False
+        self.run.begin_window()
+        self.has_loss, self.outputs = False, {}
+        started = [first] if count else []
+        for position in range(1, count):
+            started.append(self._start(next(coming)[0], index + position * stride))
+        # A hook that skips the rest of the epoch leaves fillers.
+        kept = [position for position, batch in enumerate(started) if batch is not FILLER]
+        self.totals.wait()
+        self._begin_backward()
+        self.phase[0] = LAST_BACKWARD
+        losses = torch.zeros(len(kept), device=self.run.world.device)
+        if kept:
+            held = [started[position] for position in kept]
+            numbers = [index + position * stride for position in kept]
+            self._run(held, numbers, [weights[position] for position in kept], losses)
+            losses = self.passes.share(losses)
+            if not self.passes.computes_losses:
+                self.keep_loss(losses[-1])
+        self.flags.send(self.has_loss, self.guard.bad is not None)
+        self.totals.close()
+        self.strategy.reduce_gradients(parameters_of(self.optimizer))
+        ended = None
+        for number, position in enumerate(kept):
+            if ended is not None:
+                self._end_batch(*ended)
+            output = self.outputs.get(number) if self.passes.computes_losses else losses[number]
+            ended = output, started[position], index + position * stride
+        self.outputs = {}
+        self._end_window(ended, consumed, index + max(count - 1, 0) * stride)
+        return True
+
+    def _run(self, batches: list[Any], indices: list[int], weights: list[float], losses: Tensor) -> None:
+        """Run the passes of the started micro-batches; write their losses into ``losses``. Collective."""
+        forward, log, module = self.forward, self.log, self.run.module
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+
+        def step(position: int) -> Any:
+            self.index = indices[position]
+            # The batch was begun, and counted, before those that follow it.
+            log.drop_batch()
+            log.begin_batch(batches[position], self.strategy.part.share)
+            return forward(batches[position], indices[position])
+
+        def finish(position: int, output: Any) -> Tensor | None:
+            self.outputs[position] = outputs_for_hooks(output)
+            loss = output if output.__class__ is Tensor else loss_of(output)
+            if loss is None:
+                self._leave_out_of_log()
+            if loss is None or weights[position] == 0:
+                return None
+            self.has_loss = True
+            self.note_loss(loss)
+            losses[position] = loss.detach()
+            factor = scale * weights[position] / self.totals.mean_weight
+            return loss if factor == 1.0 else loss * factor
+
+        window = Window(self.progress.attempts, batches, step, finish)
+        if self.passes.computes_losses:
+            self.passes.run(window)
+            return
+        # The rank that computes losses logs all values, also those that this rank sees.
+        kept = module.log_to(None)
+        try:
+            self.passes.run(window)
+        finally:
+            module.log_to(kept)

@@ -1,0 +1,89 @@
+"""Forward passes without backward passes: each micro-batch passes through the stages by messages between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...framework.distributed.world import World
+from ...framework.parallel.strategy import StepFunction
+from .blocks import Stages
+from .calls import BlockCalls, StagePass
+from .passes import HiddenStates
+from .schedules import Place
+from .streams import SharedDraws
+
+
+class Evaluation:
+    """Runs steps of an evaluation on the stages of this rank.
+
+    A rank continues with the next batch once it has sent its hidden states, so that the stages work at the same time.
+
+    Args:
+        world: the ranks.
+        place: the stages and ranks.
+        group: the ranks of the pipeline.
+        stages: the division of the model.
+        calls: the blocks.
+        hidden: knows the hidden states between stages.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        place: Place,
+        group: dist.ProcessGroup,
+        stages: Stages,
+        calls: BlockCalls,
+        hidden: HiddenStates,
+    ) -> None:
+        self._world, self._place, self._group = world, place, group
+        self._stages, self._calls, self._hidden = stages, calls, hidden
+        self._number = 0
+        self._is_running = False
+
+    def route(self, step: StepFunction) -> StepFunction:
+        """Return the function that runs a step; it returns None on ranks without the last stage. Collective."""
+
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            if self._is_running:
+                return step(*args, **kwargs)
+            self._is_running = True
+            try:
+                return self._run(lambda: step(*args, **kwargs))
+            finally:
+                self._is_running = False
+
+        return routed
+
+    def _run(self, step: Callable[[], Any]) -> Any:
+        between: list[Tensor] = []
+        self._number += 1
+        draws = SharedDraws(self._world.device, self._number, repeats=False)
+
+        def begin(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            draws.leave()
+            between.append(self._hidden.after(hidden, args, kwargs))
+
+        def receive(stage: int, hidden: Tensor) -> Tensor:
+            received = torch.empty_like(between[0], device=self._world.device)
+            dist.recv(received, self._peer(stage - 1), group=self._group)
+            return received
+
+        def deliver(stage: int, output: Tensor) -> None:
+            dist.send(output.detach().contiguous(), self._peer(stage + 1), group=self._group)
+
+        own = {stage: _bound(receive, stage) for stage in self._place.own}
+        with draws.micro_batch(0, self._place.own[0]):
+            return self._calls.during(StagePass(self._stages, own, deliver, begin), step)[1]
+
+    def _peer(self, stage: int) -> int:
+        return dist.get_global_rank(self._group, self._place.rank_of(stage))
+
+
+def _bound(receive: Callable[[int, Tensor], Tensor], stage: int) -> Callable[[Tensor], Tensor]:
+    return lambda hidden: receive(stage, hidden)

@@ -1,0 +1,249 @@
+"""``PipelinePasses``: the passes of a window through the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...framework.core.errors import ConfigurationError, LoopError
+from ...framework.diagnostics.isolated_step import isolated
+from ...framework.distributed.world import World
+from ...framework.parallel.window_passes import Window, WindowPasses
+from ...framework.parallel.zero_backward import tensors_in
+from .absent import Absent, no_value
+from .blocks import Stages
+from .calls import BlockCalls, PassEnded, StagePass, check_output, sendable
+from .schedules import Place, build
+from .streams import SharedDraws
+
+_MOST_SCHEDULES = 4
+
+
+class HiddenStates:
+    """Shape and dtype of the hidden states between stages, learned from the first own block of a rank.
+
+    Args:
+        module: the user's module.
+        calls: the blocks.
+        block: the number of a block that this rank holds.
+    """
+
+    def __init__(self, module: Any, calls: BlockCalls, block: int) -> None:
+        self._module = module
+        self._plain = calls.plain[block]
+        self._known: dict[Any, torch.dtype] = {}
+
+    def after(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return a tensor on the meta device like the output of a block, given the arguments of the first block.
+
+        Raises:
+            LoopError: blocks do not return a tensor of the shape of their first argument.
+        """
+        key = tuple(hidden.shape), hidden.dtype, torch.is_autocast_enabled(hidden.device.type)
+        if key not in self._known:
+            with torch.no_grad(), isolated(self._module):
+                output = self._plain(*args, **kwargs)
+            check_output(output, hidden)
+            self._known[key] = output.dtype
+        return torch.empty(hidden.shape, dtype=self._known[key], device="meta")
+
+
+class PipelinePasses(WindowPasses):
+    """Runs windows by torch's schedules."""
+
+    def __init__(self) -> None:
+        self.ranks = 0
+        self._module: Any = None
+
+    def use(self, ranks: int) -> None:
+        """Use pipelines of this many ranks."""
+        self.ranks = ranks
+
+    def connect(self, world: World, place: Place, group: dist.ProcessGroup) -> None:
+        """Use the ranks of a pipeline."""
+        self._world, self._place, self._group = world, place, group
+        self.computes_losses = place.stages - 1 in place.own
+
+    def set_up(self, module: Any, stages: Stages, calls: BlockCalls, hidden: HiddenStates) -> None:
+        """Run the passes of this module."""
+        self._module, self._stages, self._calls, self._hidden = module, stages, calls, hidden
+        self._modules = [StageModule(self, stage) for stage in self._place.own]
+        self._shapes: dict[Any, Tensor] = {}
+        self._schedules: dict[Any, Callable[[], None]] = {}
+
+    def release(self) -> None:
+        """Forget the module."""
+        self._module = None
+        self._shapes, self._schedules, self._modules = {}, {}, []
+
+    def check(self, sizes: Sequence[int], what: str) -> None:
+        """Refuse windows with fewer micro-batches than a pipeline has ranks, which would leave ranks idle."""
+        if min(sizes) < self.ranks:
+            raise ConfigurationError(
+                f"{what} makes windows of {min(sizes)} micro-batches, fewer than the {self.ranks} ranks of a "
+                f"pipeline, some of which would always wait: use at least {self.ranks}, better "
+                f"{4 * self.ranks}, by accumulate_grad_batches, or a smaller micro_batch_size."
+            )
+
+    # ---- a window --------------------------------------------------------------------------------------------------
+
+    def run(self, window: Window) -> None:
+        """Run all passes of a window. Collective."""
+        self._window = window
+        self._draws = SharedDraws(self._world.device, window.number, len(self._place.own) > 1)
+        self._error: Exception | None = None
+        shapes = self._shapes_of(window)
+        try:
+            # Micro-batches of different shapes follow one another: torch's stages receive tensors of one shape.
+            for shape, positions in groupby(range(len(window.batches)), lambda position: shapes[position]):
+                self._run_group(shape, list(positions))
+        except RuntimeError as error:
+            # torch wraps the errors of a stage.
+            if self._error is None:
+                raise
+            raise self._error from error.__cause__.__cause__ if error.__cause__ is not None else None
+        finally:
+            del self._window, self._draws
+            self._error = None
+
+    def share(self, values: Tensor) -> Tensor:
+        """Broadcast the values of the rank with the last stage. Collective."""
+        source = dist.get_global_rank(self._group, self._place.rank_of(self._place.stages - 1))
+        dist.broadcast(values, source, group=self._group)
+        return values
+
+    def _run_group(self, shape: tuple[Any, ...], positions: list[int]) -> None:
+        key = shape, len(positions)
+        schedule = self._schedules.pop(key, None)
+        if schedule is None:
+            hidden = torch.empty(shape[0], dtype=shape[1], device="meta", requires_grad=True)
+            schedule = build(self._place, self._modules, hidden, len(positions), self._group, self._world.device)
+        self._schedules[key] = schedule
+        if len(self._schedules) > _MOST_SCHEDULES:
+            self._schedules.pop(next(iter(self._schedules)))
+        self._first, self._shape = positions[0], shape
+        schedule()
+
+    def _shapes_of(self, window: Window) -> list[tuple[Any, ...]]:
+        """Return shape and dtype of the hidden states of each micro-batch, from the step up to the first block."""
+        keys = [tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(batch)) for batch in window.batches]
+        for position, key in enumerate(keys):
+            if key not in self._shapes and (found := self._probe(window, position)) is not None:
+                self._shapes[key] = found
+        # For a step that returns before it calls the blocks any shape will do: its loss does not depend on them.
+        other = next(iter(self._shapes.values()), torch.empty(1, device="meta"))
+        return [(tuple(each.shape), each.dtype) for each in (self._shapes.get(key, other) for key in keys)]
+
+    def _probe(self, window: Window, position: int) -> Tensor | None:
+        found: list[Tensor] = []
+
+        def begin(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.append(self._hidden.after(hidden, args, kwargs))
+            raise PassEnded
+
+        nothing = StagePass(self._stages, {0: lambda hidden: hidden}, lambda stage, output: None, begin)
+        with torch.no_grad(), isolated(self._module):
+            self._calls.during(nothing, lambda: window.step(position))
+        return found[0] if found else None
+
+    # ---- a pass ----------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that this rank holds."""
+        return [parameter for parameter in self._module.parameters() if not parameter.is_meta]
+
+    def run_pass(self, stage: int, number: int, received: Tensor | None) -> Tensor:
+        """Run a micro-batch of the group in progress on a stage; return its hidden states, or its loss."""
+        try:
+            return self._pass(stage, self._first + number, received)
+        except Exception as error:
+            self._error = error
+            raise
+
+    def _pass(self, stage: int, position: int, received: Tensor | None) -> Tensor:
+        window, delivered = self._window, list[Tensor]()
+
+        def begin(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if tuple(hidden.shape) != self._shape[0]:
+                raise LoopError(
+                    f"the first block got hidden states of shape {list(hidden.shape)}, and of shape "
+                    f"{list(self._shape[0])} for another batch of the same shapes: in a pipeline they may depend on "
+                    "the shapes of a batch only, so pad instead of leaving out what a batch does not need."
+                )
+            self._draws.leave()
+
+        def receive(hidden: Tensor) -> Tensor:
+            assert received is not None
+            return cast(Tensor, _Contiguous.apply(received))  # type: ignore[no-untyped-call]
+
+        current = StagePass(self._stages, {stage: receive}, lambda _, output: delivered.append(sendable(output)), begin)
+        with self._draws.micro_batch(position, stage):
+            _, output = self._calls.during(current, lambda: window.step(position))
+            if stage == self._stages.count - 1:
+                assert received is not None
+                loss = window.finish(position, output)
+                if isinstance(loss, Absent):
+                    raise no_value()
+                return cast(Tensor, _NoLoss.apply(received)) if loss is None else loss  # type: ignore[no-untyped-call]
+        if delivered:
+            return delivered[0]
+        # The step has returned before it called the blocks, as it does on the other stages.
+        shape, dtype = self._shape
+        return torch.zeros(shape, dtype=dtype, device=self._world.device, requires_grad=True)
+
+
+class StageModule(nn.Module):
+    """The module of a stage, as torch's schedules call it.
+
+    Args:
+        passes: runs the passes.
+        stage: the number of the stage.
+    """
+
+    def __init__(self, passes: PipelinePasses, stage: int) -> None:
+        super().__init__()
+        self._passes = passes
+        self._stage = stage
+
+    def forward(self, given: Tensor, index: Tensor) -> Tensor:
+        """Run the micro-batch of a number; ``given``: the hidden states, which the first stage has none of."""
+        return self._passes.run_pass(self._stage, int(index), None if self._stage == 0 else given)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """Return the parameters that this rank holds, whose gradients a schedule may compute apart."""
+        return iter(self._passes.parameters())
+
+
+class _Contiguous(torch.autograd.Function):
+    """Hidden states that were received, whose gradients are contiguous, as messages must be."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        """Return the hidden states."""
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Return the gradient in the layout of a message."""
+        return gradients[0].contiguous()
+
+
+class _NoLoss(torch.autograd.Function):
+    """A loss of zero, with gradients of zero even where hidden states are not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        """Return zero."""
+        ctx.like = received.shape, received.dtype, received.device
+        return torch.zeros((), device=received.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Return zeros."""
+        shape, dtype, device = ctx.like
+        return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,246 @@
+"""``pipeline``: divides the repeated blocks of a model over ranks, which work on different micro-batches at a time.
+
+The micro-batches of an accumulation window are those of the pipeline. The schedules are torch's
+(``torch.distributed.pipelining``): Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language
+Model Training on GPU Clusters" (1F1B, interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+
+The blocks are divided into stages. All ranks of a pipeline hold what is outside of the blocks, such as embeddings and
+heads, and sum its gradients, so that tied weights and parameters used on several stages are exact.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from ...framework.api.overriding import is_overridden
+from ...framework.api.train_module import TrainModule
+from ...framework.core.degrees import Degrees, Layout, divisors
+from ...framework.core.errors import ConfigurationError, is_count
+from ...framework.core.precision import Precision
+from ...framework.distributed.world import World
+from ...framework.parallel.canonical_state import CanonicalState
+from ...framework.parallel.gradient_operations import GradientOperations
+from ...framework.parallel.meta_device import fill_from_rank_zero, replace_tensors, supplied_names
+from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
+from ...framework.parallel.sync_batch_norm import is_collective
+from ..limits import check_independent
+from .blocks import Stages, divide
+from .calls import BlockCalls
+from .evaluation import Evaluation
+from .gradients import StagedGradients
+from .passes import HiddenStates, PipelinePasses
+from .schedules import Place, kind_named
+from .state import StagedState
+
+
+class PipelineStrategy(Strategy):
+    """Divides the repeated blocks of a model over the ranks of a pipeline.
+
+    Which blocks: those that the method ``configure_pipeline`` of the module returns, in the order of their calls, or
+    else the largest list of repeated blocks. The number of ranks of a pipeline is ``parallel={"pp": ...}``; by default
+    all ranks are one pipeline. With ``dp_replicate`` there are several, which average their gradients.
+
+    Args:
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"`` or ``"zero-bubble-v"``.
+        stages_per_rank: the number of stages of each rank; None for 1, or 2 under an interleaved or V schedule.
+
+    Raises:
+        ConfigurationError: an argument is invalid.
+    """
+
+    name = "pipeline"
+    axes = ("dp_replicate", "pp")
+    degrees = Degrees(pp=-1)
+    traits = Traits(shards_state=True)
+    prevents_compiling = "pass some blocks over to other ranks in a pipeline: leave compile out"
+    window_passes: PipelinePasses
+
+    def __init__(self, schedule: str = "1f1b", *, stages_per_rank: int | None = None) -> None:
+        self._kind = kind_named(schedule)
+        self.schedule = schedule
+        self.stages_per_rank = self._kind.per_rank if stages_per_rank is None else stages_per_rank
+        if not is_count(self.stages_per_rank, 1):
+            raise ConfigurationError(
+                f"PipelineStrategy(stages_per_rank={stages_per_rank!r}): it must be a whole number of at least 1."
+            )
+        if self.stages_per_rank > 1 and not self._kind.takes_several:
+            raise ConfigurationError(
+                f"PipelineStrategy(schedule={schedule!r}, stages_per_rank={stages_per_rank}): this schedule has one "
+                "stage on each rank. Use 'interleaved-1f1b' or 'zero-bubble', or leave stages_per_rank out."
+            )
+        if self._kind.is_v and self.stages_per_rank != 2:
+            raise ConfigurationError(
+                f"PipelineStrategy(schedule={schedule!r}, stages_per_rank={stages_per_rank}): this schedule has two "
+                "stages on each rank. Leave stages_per_rank out."
+            )
+        self.window_passes = PipelinePasses()
+        self._layout: Layout
+        self._place: Place
+        self._stages: Stages | None = None
+        self._calls: BlockCalls | None = None
+        self._evaluation: Evaluation | None = None
+
+    # ---- before the process group exists --------------------------------------------------------------------------
+
+    def clone(self) -> Strategy:
+        """Return a strategy with the same settings and ranks that holds no module."""
+        cloned = super().clone()
+        assert isinstance(cloned, PipelineStrategy)
+        cloned.window_passes = copy.copy(self.window_passes)
+        return cloned
+
+    def with_degrees(self, degrees: Degrees) -> Strategy:
+        """Return a strategy with the degrees of ``parallel=``; without ``pp``, it takes the ranks that others leave."""
+        given = degrees.given
+        if "pp" not in given and -1 not in given.values():
+            degrees = Degrees(**given, pp=-1)
+        return super().with_degrees(degrees)
+
+    def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
+        """Refuse a number of ranks that pipelines do not divide."""
+        self._lay_out(world_size)
+
+    def _lay_out(self, world_size: int) -> Layout:
+        layout = self.degrees.lay_out(world_size, self.rest)
+        if layout.pp < 2:
+            way = f"parallel={{'pp': ...}} out of {divisors(world_size)}, but 1" if world_size > 1 else "devices=2"
+            raise ConfigurationError(
+                f"strategy='pipeline' with {layout.pp} rank in a pipeline: there is nothing to divide the model over. "
+                f"Use {way}, or strategy='{'ddp' if world_size > 1 else 'single'}'."
+            )
+        self.window_passes.use(layout.pp)
+        return layout
+
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse a module that is not trained by automatic optimization, or has too few blocks."""
+        if isinstance(module, TrainModule) and not module.automatic_optimization:
+            raise ConfigurationError(
+                "strategy='pipeline' with automatic_optimization = False: a pipeline runs the passes of several "
+                "micro-batches at a time, which training_step cannot order. Use automatic optimization, or "
+                "strategy='fsdp'."
+            )
+        if not is_overridden("configure_model", module, TrainModule):
+            self._divide(module)
+
+    def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
+        """Join the process group, select the device and build the groups of ranks. Collective."""
+        world = super().connect(device_type, num_nodes, precision)
+        self._layout = layout = self._lay_out(world.size)
+        mesh = init_device_mesh(world.device.type, (layout.data_size, layout.pp), mesh_dim_names=("dp_replicate", "pp"))
+        self._pipeline, self._replicas = mesh.get_group("pp"), mesh.get_group("dp_replicate")
+        self._place = Place(self._kind, layout.pp, self.stages_per_rank, dist.get_rank(self._pipeline))
+        self.window_passes.connect(world, self._place, self._pipeline)
+        return world
+
+    # ---- a module and its optimizers ------------------------------------------------------------------------------
+
+    def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
+        """Move the tensors of this rank's stages to the device, with rank 0's values; those of others to the meta
+        device. Collective."""
+        fill_from_rank_zero(module, self.world, supplied)
+        self._stages = stages = self._divide(module)
+        homes, later = stages.homes(module), supplied_names(module, supplied)
+        device = self.world.device
+
+        def place(name: str, tensor: Tensor) -> Tensor | None:
+            data = tensor.detach()
+            home = homes[id(tensor)]
+            holds = home is None or self._place.rank_of(home) == self._place.rank
+            if name not in later and data.numel():
+                data = self.world.broadcast(data.contiguous())
+            if isinstance(tensor, nn.Parameter) and not holds:
+                return data.to("meta")
+            moved = data.to(device)
+            return None if moved.data_ptr() == tensor.data_ptr() else moved
+
+        replace_tensors(module, place)
+
+    def _divide(self, module: nn.Module) -> Stages:
+        ranks = self.window_passes.ranks
+        argument = f"strategy='pipeline' with pp={ranks}"
+        if self.stages_per_rank > 1:
+            argument += f" and {self.stages_per_rank} stages on each rank"
+        return divide(module, ranks * self.stages_per_rank, argument)
+
+    def setup(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool, routed: Routed = Routed.LOSS
+    ) -> list[Optimizer]:
+        """Replace the calls of the blocks. Collective.
+
+        Raises:
+            ConfigurationError: the module or an optimizer cannot be divided, or is trained by a Fabric.
+        """
+        self.check_module(module)
+        if training and routed is not Routed.LOSS:
+            raise ConfigurationError(
+                f"strategy={self.name!r} trains by Trainer.fit with automatic optimization only, which hands it whole "
+                "accumulation windows: use it there, or strategy='fsdp' in a Fabric."
+            )
+        for optimizer in optimizers:
+            check_independent(optimizer, self.name)
+        self._check_layers(module)
+        stages = self._stages = self._stages or self._divide(module)
+        place, ranks = self._place, {stage: self._place.rank_of(stage) for stage in range(stages.count)}
+        owners = {key: None if home is None else ranks[home] for key, home in stages.homes(module).items()}
+        held = {number for number in range(len(stages.blocks)) if stages.stage_of(number) in place.own}
+        self._calls = calls = BlockCalls(stages, held)
+        hidden = HiddenStates(module, calls, min(held))
+        self.gradients = StagedGradients(self.world, self._pipeline, self._replicas, owners)
+        self.state = StagedState(self.world, place.rank, place.rank_of(stages.count - 1), owners)
+        self._evaluation = Evaluation(self.world, place, self._pipeline, stages, calls, hidden)
+        self.window_passes.set_up(module, stages, calls, hidden)
+        return list(optimizers)
+
+    def _check_layers(self, module: nn.Module) -> None:
+        for name, part in module.named_modules():
+            if is_collective(part):
+                raise ConfigurationError(
+                    f"{name} computes statistics over all ranks in its passes, and the ranks of a pipeline run "
+                    "different passes: leave sync_batchnorm out, or use another norm."
+                )
+            several = self.stages_per_rank > 1 and isinstance(part, nn.modules.batchnorm._BatchNorm)
+            if several and part.track_running_stats:
+                raise ConfigurationError(
+                    f"{name} is {type(part).__name__} with running statistics, and with several stages on each rank "
+                    "the step runs several times for a micro-batch: use schedule='1f1b', or another norm."
+                )
+
+    def route(self, step: StepFunction, training: bool) -> StepFunction:
+        """Return the step itself for training, where ``window_passes`` runs it; else one that passes the stages."""
+        return step if training or self._evaluation is None else self._evaluation.route(step)
+
+    def zero_backward(self) -> None:
+        """Do nothing: ``reduce_gradients`` takes zero for the gradients that this rank has not computed."""
+
+    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients over pipelines; sum those outside of the blocks over the stages. Collective."""
+        if isinstance(self.gradients, StagedGradients):
+            self.gradients.reduce(parameters)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Send the buffers of each block from the first rank that computes it, the others from rank 0's pipeline."""
+        if isinstance(self.state, StagedState):
+            self.state.share_buffers(module)
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def restore(self, module: nn.Module) -> None:
+        """Restore ``forward`` of the blocks, and gather full weights on rank 0. Collective."""
+        state = self.state
+        self.teardown()
+        if isinstance(state, StagedState):
+            state.gather(module)
+
+    def teardown(self) -> None:
+        """Restore ``forward`` of the blocks; the module keeps the weights of this rank's stages."""
+        if self._calls is not None:
+            self._calls.remove()
+        self.window_passes.release()
+        self._calls = self._evaluation = self._stages = None
+        self.gradients, self.state = GradientOperations(), CanonicalState()

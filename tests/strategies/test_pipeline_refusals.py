@@ -1,0 +1,188 @@
+"""What a pipeline cannot train is refused in a sentence, before the run where it can be known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from language_model import LanguageModel, token_loader
+from models import Regressor, loader, silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor, nn
+
+from phalanx import Fabric, TrainModule
+from phalanx.errors import ConfigurationError, LoopError, UnknownNameError
+from phalanx.strategies import PipelineStrategy
+
+
+def fit(module: Any, data: Any = None, strategy: Any = "pipeline", ranks: int = 2, **settings: Any) -> None:
+    settings = {"accumulate_grad_batches": 4, "max_steps": 1, **settings}
+    silent_trainer(devices=ranks, strategy=strategy, **settings).fit(module, data or token_loader(64))
+
+
+class Manual(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Unlisted(Regressor):
+    def configure_pipeline(self) -> Any:
+        return "net"
+
+
+@pytest.mark.parametrize(
+    ("attempt", "words"),
+    [
+        (lambda: fit(LanguageModel(3), ranks=4), ["pp=4 makes 4 stages", "3 blocks", "use 2, 3 stages"]),
+        (
+            lambda: fit(LanguageModel(3), strategy=PipelineStrategy("zero-bubble-v")),
+            ["pp=2 and 2 stages on each rank makes 4 stages", "3 blocks", "use 2, 3 stages"],
+        ),
+        (lambda: fit(LanguageModel(1)), ["LanguageModel has no list of repeated blocks", "configure_pipeline"]),
+        (lambda: fit(Unlisted(), loader()), ["configure_pipeline returned str", "list of the blocks"]),
+        (
+            lambda: fit(LanguageModel(4), ranks=4, accumulate_grad_batches=2),
+            ["accumulate_grad_batches=2 makes windows of 2 micro-batches", "the 4 ranks", "at least 4, better 16"],
+        ),
+        (
+            lambda: fit(LanguageModel(4), ranks=4, accumulate_grad_batches=1, global_batch_size=8, micro_batch_size=4),
+            ["micro_batch_size=4 makes windows of 2 micro-batches", "at least 4"],
+        ),
+        (lambda: fit(LanguageModel(), ranks=1), ["1 rank in a pipeline", "devices=2", "'single'"]),
+        (
+            lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 1}),
+            ["1 rank in a pipeline", "{'pp': ...} out of 1, 2, 4, but 1", "'ddp'"],
+        ),
+        (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 3}), ["pp=3", "1, 2, 4"]),
+        (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "tp": 2}), ["takes dp_replicate and pp", "tp out"]),
+        (lambda: fit(LanguageModel(), strategy="ddp", parallel={"pp": 2}), ["strategy='pipeline'"]),
+        (lambda: fit(Manual(), accumulate_grad_batches=1), ["automatic_optimization = False", "fsdp"]),
+        (
+            lambda: fit(LanguageModel(), accumulate_grad_batches=1, global_batch_size=8, micro_batch_size="auto"),
+            ["micro_batch_size='auto'", "'pipeline'"],
+        ),
+        (lambda: PipelineStrategy("1f1b", stages_per_rank=2), ["one stage on each rank", "'interleaved-1f1b'"]),
+        (lambda: PipelineStrategy("zero-bubble-v", stages_per_rank=3), ["two stages on each rank"]),
+        (lambda: PipelineStrategy(stages_per_rank=0), ["whole number of at least 1"]),
+    ],
+)
+def test_a_configuration_is_refused_before_the_ranks_start(attempt: Callable[[], None], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        attempt()
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_an_unknown_schedule_names_the_closest() -> None:
+    with pytest.raises(UnknownNameError, match="1f1b"):
+        PipelineStrategy("1f1")
+
+
+# ---- in the run ----------------------------------------------------------------------------------------------------
+
+
+class Auxiliary(LanguageModel):
+    """Adds something of the first block's output to the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = hidden = self.blocks[0](self.embed(batch[0]))
+        for block in self.blocks[1:]:
+            hidden = block(hidden)
+        return hidden.mean() + first.square().mean()  # type: ignore[no-any-return]
+
+
+class Reading(LanguageModel):
+    """Reads a value of the first block's output on the host."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = self.blocks[0](self.embed(batch[0]))
+        return self.blocks[1](first if float(first.mean()) < 1e9 else -first).mean()  # type: ignore[no-any-return]
+
+
+class Twice(LanguageModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch[0]) + self.loss(batch[0])
+
+
+class Backwards(LanguageModel):
+    def configure_pipeline(self) -> list[nn.Module]:
+        return list(reversed(self.blocks))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), x.mean()
+
+
+class OfPairs(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(Pair() for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for pair in self.pairs:
+            x, _ = pair(x)
+        return x.square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Hooked(LanguageModel):
+    def on_after_backward(self) -> None:
+        pass
+
+
+def message_of(name: str) -> str:
+    module = globals()[name](*([4] if name == "Auxiliary" else []))
+    data = loader() if name == "OfPairs" else None
+    try:
+        fit(module, data)
+    except (LoopError, ConfigurationError) as error:
+        return str(error)
+    raise AssertionError("it trained")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Auxiliary", "the output of the last block only"),
+        ("Reading", "the output of the last block only"),
+        ("Twice", "a second time"),
+        ("Backwards", "in the order of their calls from configure_pipeline"),
+        ("OfPairs", "a block returned tuple"),
+        ("Hooked", "use on_before_optimizer_step"),
+    ],
+)
+def test_a_step_that_a_pipeline_cannot_divide_is_refused(name: str, words: str) -> None:
+    with pytest.raises(AssertionError, match=r"(?s).*") as failed:
+        # The rank that computes the loss refuses it, while others may wait for it.
+        run_on_ranks(2, raising, name, timeout=60.0)
+    assert words in str(failed.value)
+
+
+def raising(name: str) -> None:
+    raise AssertionError(message_of(name))
+
+
+def in_fabric() -> str:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="pipeline")
+    fabric.launch()
+    module = LanguageModel()
+    try:
+        fabric.setup(module, module.configure_optimizers())
+    except ConfigurationError as error:
+        return str(error)
+    raise AssertionError("it was set up")
+
+
+def test_a_fabric_that_trains_is_refused() -> None:
+    for message in run_on_ranks(2, in_fabric):
+        assert "Trainer.fit" in message

@@ -1,0 +1,223 @@
+"""What else a run has, in a pipeline: averages, predictions, triggers, losses that are not finite, and kills."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language_model import LanguageModel, token_loader, tokens
+from models import silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from phalanx import Callback
+from phalanx.callbacks import EMAWeightAveraging
+from phalanx.errors import NonFiniteError
+from phalanx.strategies import PipelineStrategy
+
+
+def pipelined(ranks: int = 2, schedule: str = "1f1b", **settings: Any) -> Any:
+    strategy = PipelineStrategy(schedule)
+    arguments = {"accumulate_grad_batches": 4, "max_steps": 4, **settings}
+    return silent_trainer(devices=ranks, strategy=strategy, parallel={"pp": 2}, **arguments)
+
+
+class Plain(LanguageModel):
+    """Is trained by SGD, validates and predicts."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("val", loss, batch_size=len(batch))
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        best: Tensor = self(batch).argmax(-1)
+        return best
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def rows_loader(count: int = 30) -> DataLoader[Any]:
+    return DataLoader(tokens(count, seed=9), batch_size=4)  # type: ignore[arg-type]
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def evaluated(ranks: int, schedule: str) -> tuple[float, list[Any]]:
+    trainer = pipelined(ranks, schedule)
+    module = Plain()
+    (metrics,) = trainer.validate(module, rows_loader(), verbose=False)
+    return metrics["val"], trainer.predict(Plain(), rows_loader())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule"), [(2, "1f1b"), (2, "interleaved-1f1b"), (2, "zero-bubble-v"), (4, "1f1b")]
+)
+def test_evaluation_and_prediction_without_a_fit_are_those_of_one_process(ranks: int, schedule: str) -> None:
+    module, rows = Plain(), tokens(30, seed=9)
+    for value, outputs in run_on_ranks(ranks, evaluated, ranks, schedule):
+        assert value == pytest.approx(module.loss(rows).item(), rel=1e-5)
+        assert torch.equal(torch.cat(outputs), module(rows).argmax(-1))
+
+
+# ---- averages ------------------------------------------------------------------------------------------------------
+
+
+def averaged(folder: str) -> list[float]:
+    module = Plain()
+    trainer = pipelined(2, callbacks=[EMAWeightAveraging(decay=0.5)], default_root_dir=folder)
+    trainer.fit(module, token_loader(4 * 4 * 2, batch_size=2))
+    return [] if any(each.is_meta for each in module.parameters()) else [module.loss(tokens(16, seed=5)).item()]
+
+
+def test_an_average_of_weights_is_that_of_one_process(tmp_path: Path) -> None:
+    module, rows = Plain(), tokens(32)
+    optimizer = module.configure_optimizers()
+    average: list[Tensor] = []
+    for batch in rows.split(8):
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        optimizer.step()
+        now = [parameter.detach().clone() for parameter in module.parameters()]
+        average = [old.lerp(new, 0.5) for old, new in zip(average, now, strict=True)] if average else now
+    with torch.no_grad():
+        for parameter, value in zip(module.parameters(), average, strict=True):
+            parameter.copy_(value)
+    expected = module.loss(tokens(16, seed=5)).item()
+
+    assert run_on_ranks(2, averaged, str(tmp_path))[0] == pytest.approx([expected], rel=1e-5)
+
+
+# ---- losses, hooks and stops ---------------------------------------------------------------------------------------
+
+
+class Seen(Callback):
+    """Notes what the hooks of a batch are given; requests a stop on the last rank after two steps."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[int, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ends.append((batch_idx, float(outputs["loss"])))
+        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 2:
+            trainer.should_stop = True
+
+
+def hooked() -> tuple[list[tuple[int, float]], list[float], int]:
+    module, seen = Plain(), Seen()
+    trainer = pipelined(2, callbacks=[seen])
+    trainer.fit(module, token_loader(64, batch_size=2))
+    return seen.ends, module.losses, trainer.global_step
+
+
+def test_hooks_get_each_loss_on_all_ranks_and_any_rank_stops_the_run() -> None:
+    (first, losses, steps), (second, none, _) = run_on_ranks(2, hooked)
+
+    assert steps in (2, 3)
+    assert [index for index, _ in first] == list(range(4 * steps)) == [index for index, _ in second]
+    assert [loss for _, loss in first] == pytest.approx(losses)
+    assert [loss for _, loss in second] == pytest.approx(losses)
+    assert none == []
+
+
+class Broken(Plain):
+    """Has a loss that is not a number in one micro-batch of the second window."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * math.nan if batch_idx == 5 else loss
+
+
+def broken(policy: str) -> tuple[str, list[float], int]:
+    module = Broken()
+    trainer = pipelined(2, nonfinite=policy)
+    try:
+        trainer.fit(module, token_loader(64, batch_size=2))
+    except NonFiniteError as error:
+        return str(error), [], trainer.global_step
+    held = [each for each in module.parameters() if not each.is_meta]
+    return "", [float(each.detach().abs().sum()) for each in held], trainer.global_step
+
+
+def test_a_loss_that_is_not_finite_raises_or_skips_on_all_ranks() -> None:
+    for message, _, steps in run_on_ranks(2, broken, "raise"):
+        assert "nan" in message
+        assert steps == 1
+    for _, sums, steps in run_on_ranks(2, broken, "skip"):
+        assert all(map(math.isfinite, sums))
+        assert steps == 4
+
+
+def in_mixed_precision(precision: str) -> list[float]:
+    module = Plain()
+    pipelined(2, precision=precision, max_steps=8).fit(module, token_loader(64, batch_size=2))
+    return module.losses
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_trains_close_to_fp32(precision: str) -> None:
+    module = Plain()
+    losses = []
+    optimizer = module.configure_optimizers()
+    for batch in tokens(64).split(8):
+        optimizer.zero_grad()
+        loss = module.loss(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    found = torch.tensor(run_on_ranks(2, in_mixed_precision, precision)[0]).view(-1, 4).mean(1)
+    torch.testing.assert_close(found, torch.tensor(losses), rtol=2e-2, atol=0)
+
+
+class NormedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # Not contiguous.
+        normed: Tensor = self.norm(self.linear(hidden).mT).mT
+        return normed
+
+
+class Normed(Plain):
+    """Has batch norm before, in and after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.before, self.after = nn.BatchNorm1d(32), nn.BatchNorm1d(32)
+            self.blocks = nn.ModuleList(NormedBlock() for _ in range(4))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.before(self.embed(rows).mT).mT
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(self.after(hidden.mT).mT)
+        return logits
+
+
+def normed(ranks: int) -> dict[str, Tensor] | None:
+    module = Normed()
+    settings: dict[str, Any] = {"accumulate_grad_batches": 4, "max_steps": 4}
+    trainer = silent_trainer(devices=1, **settings) if ranks == 1 else pipelined(ranks)
+    trainer.fit(module, token_loader(64, batch_size=2))
+    return None if any(each.is_meta for each in module.parameters()) else dict(module.named_buffers())
+
+
+def test_running_statistics_are_those_of_one_process() -> None:
+    (expected,), (found, _) = run_on_ranks(1, normed, 1), run_on_ranks(2, normed, 2)
+
+    assert len(expected) > 12
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,81 @@
+"""Checkpoints of pipelines: bit-identical resumption, and exchange with other strategies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language_model import LanguageModel, token_loader
+from models import silent_trainer
+from ranks import run_on_ranks
+from torch import nn
+
+from phalanx.callbacks import ModelCheckpoint
+from phalanx.strategies import PipelineStrategy
+
+STEPS, HALF, WINDOW = 8, 4, 4
+LAYOUTS: dict[str, tuple[int, int]] = {"single": (1, 1), "ddp": (2, 2), "fsdp": (2, 2), "pipeline": (2, 1)}
+"""For each strategy, the number of ranks, and of those that read different data."""
+
+
+class Dropping(LanguageModel):
+    """Drops out in the blocks and after them."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(blocks=4)
+        for block in (*self.blocks, self.norm):
+            block.register_forward_hook(lambda part, args, output: nn.functional.dropout(output, rate))
+
+
+def fitted(strategy: Any, ranks: int, shards: int, steps: int, folder: str, start: str | None, rate: float) -> Any:
+    """Train up to a step, save there, and return the losses of each step and the weights that this rank holds."""
+    module = Dropping(rate)
+    name = strategy if isinstance(strategy, str) else strategy.name
+    trainer = silent_trainer(
+        devices=ranks,
+        strategy=strategy,
+        max_steps=steps,
+        accumulate_grad_batches=WINDOW,
+        gradient_clip_val=0.5,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(f"{folder}/{name}-{steps}", every_n_train_steps=steps, save_top_k=-1)],
+        default_root_dir=folder,
+    )
+    trainer.fit(module, token_loader(STEPS * 8, batch_size=8 // WINDOW // shards), ckpt_path=start)
+    losses = torch.tensor(module.losses).view(-1, WINDOW).mean(1) if module.losses else torch.zeros(0)
+    weights = {name: each.detach() for name, each in module.named_parameters() if not each.is_meta}
+    (saved,) = Path(f"{folder}/{name}-{steps}").glob("*.ckpt")
+    return losses.tolist(), weights, str(saved)
+
+
+def run(
+    name: str, steps: int, folder: Path, start: str | None = None, rate: float = 0.0
+) -> tuple[list[float], Any, str]:
+    ranks, shards = LAYOUTS[name.partition(":")[0]]
+    strategy = PipelineStrategy(name.partition(":")[2] or "1f1b") if name.startswith("pipeline") else name
+    results = run_on_ranks(ranks, fitted, strategy, ranks, shards, steps, str(folder), start, rate)
+    losses = [result[0] for result in results if result[0]]
+    return torch.tensor(losses).mean(0).tolist(), results[0][1], results[0][2]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
+def test_a_resumed_pipeline_continues_bit_by_bit(schedule: str, tmp_path: Path) -> None:
+    name = f"pipeline:{schedule}"
+    losses, weights, _ = run(name, STEPS, tmp_path / "whole", rate=0.3)
+    first, _, saved = run(name, HALF, tmp_path / "half", rate=0.3)
+    second, resumed, _ = run(name, STEPS, tmp_path / "half", saved, rate=0.3)
+    assert first + second == losses
+    assert weights.keys() == resumed.keys()
+    assert all(torch.equal(weights[key], resumed[key]) for key in weights)
+
+
+@pytest.mark.parametrize("other", ["single", "ddp", "fsdp"])
+def test_checkpoints_move_to_other_strategies_and_back(other: str, tmp_path: Path) -> None:
+    expected, _, _ = run("single", STEPS, tmp_path / "whole")
+    for first, second in (("pipeline", other), (other, "pipeline")):
+        folder = tmp_path / first
+        before, _, saved = run(first, HALF, folder)
+        after, _, _ = run(second, STEPS, folder, saved)
+        assert before + after == pytest.approx(expected, rel=1e-5)
