@@ -110,7 +110,7 @@ def test_a_fit_resumes_to_the_bit_from_trained_weights_alone(strategy: str, tmp_
         assert all(torch.equal(weights[name], after[name]) for name in weights)
 
 
-def test_it_moves_between_strategies(tmp_path: Path) -> None:
+def test_it_moves_between_strategies_and_zero3(tmp_path: Path) -> None:
     chain = [("fsdp", 2), ("zero3", 3), ("single", 1), ("zero2", 2), ("ddp", 3), ("fsdp", 3)]
     path = tmp_path / "first.ckpt"
     whole = on_ranks(1, undisturbed, "single", 1, path, "conv1d")
