@@ -27,10 +27,11 @@ from ..framework.parallel.recovery import Recovery
 from ..framework.parallel.strategy import Routed, StepAdapter, StepFunction, Strategy, Traits
 from ..framework.parallel.zero_backward import zero_loss
 from .communication_hook import CommunicationHook, Hook, Wrapper
-from .context.parallel import NO_COMPILING, ContextParallel, attention_of, sharing_sequences
+from .context import ContextParallel
+from .context.sharing import NO_COMPILING, attention_of, sharing_sequences
 from .ddp_flags import FlaggedAdapter, GradientFlags
 from .ddp_replica import Replica
-from .fsdp.replicated import SplitReplicas
+from .fsdp import SplitReplicas
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 # Arguments of other frameworks, and their equivalents.
@@ -66,7 +67,7 @@ class DDPStrategy(Strategy):
     """
 
     name = "ddp"
-    axes = SplitReplicas.axes
+    axes = ("dp_replicate", "cp", "tp")
     recovery: Recovery | None = Recovery()
 
     def __init__(
@@ -90,6 +91,7 @@ class DDPStrategy(Strategy):
         # Whether DDP reduces the next backward pass: it prepares for one of them in a forward pass.
         self._reduces_next = False
         self._sequences: ContextParallel | None = None
+        self._attention = attention_of(None)
 
     def with_degrees(self, degrees: Degrees) -> Strategy:
         """Return a strategy with degrees; one that splits layers is another one, without DDP's arguments."""
@@ -116,6 +118,7 @@ class DDPStrategy(Strategy):
         """Join the process group, take the device, and find the ranks that share sequences. Collective."""
         world = super().connect(device_type, num_nodes, precision)
         self._sequences, self.part = sharing_sequences(world, self.degrees.lay_out(world.size, self.rest))
+        self._attention = attention_of(self._sequences)
         return world
 
     def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
@@ -195,7 +198,7 @@ class DDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients; DDP reduces them during the backward pass, or they are reduced after it. Collective."""
-        with attention_of(self._sequences):
+        with self._attention():
             loss.backward(**options)
         self._awaits_backward = False
         if self._ddp is not None and self._syncs:

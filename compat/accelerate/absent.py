@@ -11,6 +11,8 @@ from ...framework.core.arguments import check_names
 C = TypeVar("C", bound=type[Any])
 
 _MESH = "Trainer(parallel={'tp': 2, 'dp_shard': -1}) lays out the ranks; see docs/parallelism.md."
+_PIPELINE = "Trainer(parallel={'pp': 2}) divides the blocks of a model into a pipeline; see docs/parallelism.md."
+_SEQUENCES = "Trainer(parallel={'cp': 2}) shares sequences over ranks; see docs/parallelism.md."
 _FP8 = "mixed_precision='fp8' computes linear layers by torchao, without a recipe; Float8Mixed in a Fabric has options."
 _MEGATRON = "Megatron-LM is not part of phalanx: use strategy='fsdp' with tensor_parallel, or 'zero3'."
 _TP = "use FSDPStrategy(tensor_parallel=...), and configure_tensor_parallel in the module."
@@ -24,7 +26,7 @@ PACKAGE = {
     "InitProcessGroupKwargs": "phalanx creates the process group; Trainer(stall_timeout=...) limits waiting.",
     "ParallelismConfig": "name a strategy: Accelerator(strategy='fsdp'), or an object of phalanx.strategies.",
     "debug_launcher": "use notebook_launcher(function, args, num_processes=2).",
-    "prepare_pippy": "pipeline parallelism is not part of phalanx.",
+    "prepare_pippy": _PIPELINE,
     "synchronize_rng_states": "loaders draw the same permutation on all ranks without it.",
 }
 
@@ -33,8 +35,8 @@ MEMBERS = {
     **dict.fromkeys(("parallelism_config", "torch_device_mesh"), _MESH),
     **dict.fromkeys(("data_parallel_rank", "data_parallel_shard_rank"), _MESH),
     **dict.fromkeys(("tensor_parallel_rank", "context_parallel_rank", "pipeline_parallel_rank"), _MESH),
-    "maybe_context_parallel": "context parallelism is not part of phalanx.",
-    "deepspeed_ulysses_dl_adapter": "sequence parallelism is not part of phalanx.",
+    "maybe_context_parallel": _SEQUENCES,
+    "deepspeed_ulysses_dl_adapter": _SEQUENCES,
     "deepspeed_plugin": "the strategy is accelerator.fabric.strategy.",
     "fp8_backend": _FP8,
     "lomo_backward": "LOMO updates weights in backward: use another optimizer, and strategy='zero3' to save memory.",
@@ -89,7 +91,7 @@ UTILS = {
     "merge_fsdp_weights": "checkpoints hold full tensors: use 'phalanx checkpoint consolidate'.",
     **dict.fromkeys(("load_and_quantize_model", "BnbQuantizationConfig"), "quantize the module before prepare."),
     **dict.fromkeys(("write_basic_config", "ComputeEnvironment"), _CONFIG_FILE),
-    "TorchContextParallelConfig": "context parallelism is not part of phalanx.",
+    "TorchContextParallelConfig": _SEQUENCES,
     "synchronize_rng_state": PACKAGE["synchronize_rng_states"],
     "install_xla": _HARDWARE,
 }

@@ -13,8 +13,6 @@ from ...framework.parallel.sequence_part import SequencePart
 from ...framework.parallel.strategy import StepFunction
 from .attention import HeadExchange, RingAttention, RoutedAttention
 
-NO_COMPILING = "routes attention in every step under parallel={'cp': ...}: leave compile out, or leave cp out"
-
 
 class ContextParallel:
     """The ranks that share sequences with this one. Constructing it is collective.
@@ -44,16 +42,3 @@ class ContextParallel:
                 return step(*args, **kwargs)
 
         return run
-
-
-def sharing_sequences(world: World, layout: Layout) -> tuple[ContextParallel | None, SequencePart]:
-    """Return the ranks that share sequences with this one, None if none do, and the part of this rank. Collective."""
-    if layout.cp == 1:
-        return None, SequencePart()
-    found = ContextParallel(world, layout)
-    return found, found.part
-
-
-def attention_of(sequences: ContextParallel | None) -> AbstractContextManager[Any]:
-    """Return the context of backward passes, in which activations that are computed again attend again."""
-    return nullcontext() if sequences is None else sequences.attention()

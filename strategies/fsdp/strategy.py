@@ -25,7 +25,8 @@ from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
-from ..context.parallel import NO_COMPILING, ContextParallel, attention_of, sharing_sequences
+from ..context import ContextParallel
+from ..context.sharing import NO_COMPILING, attention_of, sharing_sequences
 from ..limits import check_dense, check_independent
 from .activations import NO_RECOMPUTATION, Checkpointed, check_checkpointing
 from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_precision, check_reduce_dtype, mixed_policy
@@ -148,6 +149,7 @@ class FSDPStrategy(Strategy):
         self._layout = lay_out(world.size, world.num_nodes, self.degrees, self.rest, self.replicas == "node")
         self._mesh = build_mesh(self._layout, world, self.rest)
         self._sequences, self.part = sharing_sequences(world, self._layout)
+        self._attention = attention_of(self._sequences)
         self._deferred = Deferred()
         self.gradients, self.state = ShardedGradients(world), ShardedState(world)
         world.share_data(self._layout.copies, self._layout.cp)
@@ -238,7 +240,7 @@ class FSDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients, which are reduced during the backward pass. Collective."""
-        with attention_of(self._sequences):
+        with self._attention():
             if self._sharded is None:
                 loss.backward(**options)
             else:
