@@ -19,7 +19,6 @@ from ...framework.core.errors import ConfigurationError, did_you_mean
 _BATCHES = "the DataLoader's batch_size"
 _ACCUMULATION = "Trainer(accumulate_grad_batches=...) or Fabric(accumulate=...)"
 _PRECISION = "Trainer(precision=...) or Fabric(precision=...)"
-_ONE_MODEL = "nothing: every rank trains on data of its own"
 
 OWNED: dict[str, str] = {
     "train_batch_size": _BATCHES,
@@ -40,9 +39,9 @@ OWNED: dict[str, str] = {
     "zero_optimization.cpu_offload": "DeepSpeedStrategy(offload_optimizer='cpu')",
     "zero_optimization.cpu_offload_param": "DeepSpeedStrategy(stage=3, offload_parameters='cpu')",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeedStrategy(pin_memory=...)",
-    "sequence_parallel_size": _ONE_MODEL,
+    "sequence_parallel_size": "Trainer(parallel={'cp': ...}), with strategy='ddp' or 'fsdp'",
     "tensor_parallel": "strategy FSDPStrategy(tensor_parallel=...)",
-    "pipeline": _ONE_MODEL,
+    "pipeline": "Trainer(parallel={'pp': ...}), with strategy='pipeline'",
 }
 """Dotted keys that phalanx decides, and what to use instead."""
 
