@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from . import compare_strategies, create_project, examine, print_completion, run_demo, show_plan
@@ -86,10 +87,9 @@ def _plan(commands: Any) -> None:
     parser.add_argument("--device-memory", metavar="SIZE", help="memory of a GPU, such as 80GB (default: this machine)")
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of a node, such as 1TB (default: this machine)")
     parser.add_argument("--strategy", metavar="NAME", help="plan this strategy (default: that of the script)")
-    degrees = "ranks along each axis, such as tp=2,cp=2 (default: those of the script)"
-    parser.add_argument("--parallel", metavar="DEGREES", help=degrees)
-    parser.add_argument("target", metavar="TARGET", help="a script or MODULE:CLASS")
-    parser.add_argument("arguments", metavar="...", nargs="...", help="arguments of the script")
+    parser.add_argument("--parallel", metavar="DEGREES", help="ranks along each axis, such as tp=2,cp=2")
+    parser.add_argument("target", metavar="TARGET", help="a script with its arguments, or MODULE:CLASS")
+    parser.add_argument("arguments", metavar="...", nargs="...", help=argparse.SUPPRESS)
 
 
 def _completion(commands: Any) -> None:

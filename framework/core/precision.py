@@ -78,7 +78,7 @@ class Precision(NamesArguments):
         name: The name in checkpoints, reports and messages.
         parameter_dtype: The dtype of parameters, of their gradients and of the optimizer's state.
         replaces_layers: Whether ``convert_module`` changes how layers compute. Strategies that depend on the layers'
-            own computation refuse such a precision: ``zero1`` to ``zero3``, and ``fsdp`` with tensor parallelism. A
+            own computation refuse such a precision: ``zero1`` to ``zero3``, pipelines and tensor parallelism. A
             Trainer evaluates it under ``torch.no_grad``, not in inference mode.
         libraries: Modules that every rank imports before its first step; importing them must not initialize an
             accelerator. The ranks of a script are forked from a process that has imported them.

@@ -1,4 +1,4 @@
-"""What a strategy takes from context parallelism; nothing is loaded where no ranks share sequences."""
+"""Access of strategies to context parallelism, which is loaded only where ranks share sequences."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from ...framework.api.train_module import TrainModule
 from ...framework.core.degrees import Degrees, Layout, divisors
 from ...framework.core.errors import ConfigurationError, is_count
 from ...framework.core.precision import Precision
+from ...framework.core.quantized_state import quantizes
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState
 from ...framework.parallel.gradient_operations import GradientOperations
@@ -103,8 +104,13 @@ class PipelineStrategy(Strategy):
         return super().with_degrees(degrees)
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
-        """Refuse a number of ranks that pipelines do not divide."""
+        """Refuse a number of ranks that pipelines do not divide, and a precision that changes how layers compute."""
         self._lay_out(world_size)
+        if precision.replaces_layers:
+            raise ConfigurationError(
+                f"precision={precision.name!r} changes how layers compute, which a pipeline does not support: use "
+                "'bf16-mixed', or strategy='fsdp'."
+            )
 
     def _lay_out(self, world_size: int) -> Layout:
         layout = self.degrees.lay_out(world_size, self.rest)
@@ -184,6 +190,11 @@ class PipelineStrategy(Strategy):
             )
         for optimizer in optimizers:
             check_independent(optimizer, self.name)
+            if quantizes(optimizer):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} quantizes its state in blocks of a parameter, which checkpoints of a "
+                    "pipeline do not hold: use torch.optim.AdamW, or strategy='fsdp'."
+                )
         self._check_layers(module)
         stages = self._stages = self._stages or self._divide(module)
         place, ranks = self._place, {stage: self._place.rank_of(stage) for stage in range(stages.count)}

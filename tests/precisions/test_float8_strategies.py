@@ -62,7 +62,8 @@ def test_fp8_trains_as_bf16_does_and_resumes_bit_for_bit(name: str, tmp_path: Pa
     assert found[0]["fp8"][1] is not None
 
 
-@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - set(RANKS)))
+# test_pipeline_refusals.py has pipelines, which need windows of several micro-batches.
+@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - set(RANKS) - {"pipeline"}))
 def test_every_other_strategy_refuses_fp8_before_anything_starts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

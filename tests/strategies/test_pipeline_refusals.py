@@ -64,6 +64,7 @@ class Unlisted(Regressor):
             lambda: fit(LanguageModel(), accumulate_grad_batches=1, global_batch_size=8, micro_batch_size="auto"),
             ["micro_batch_size='auto'", "'pipeline'"],
         ),
+        (lambda: fit(LanguageModel(), precision="fp8"), ["precision='fp8-mixed'", "pipeline does not support"]),
         (lambda: PipelineStrategy("1f1b", stages_per_rank=2), ["one stage on each rank", "'interleaved-1f1b'"]),
         (lambda: PipelineStrategy("zero-bubble-v", stages_per_rank=3), ["two stages on each rank"]),
         (lambda: PipelineStrategy(stages_per_rank=0), ["whole number of at least 1"]),
@@ -186,3 +187,19 @@ def in_fabric() -> str:
 def test_a_fabric_that_trains_is_refused() -> None:
     for message in run_on_ranks(2, in_fabric):
         assert "Trainer.fit" in message
+
+
+class Quantized(LanguageModel):
+    def configure_optimizers(self) -> Any:
+        optim = pytest.importorskip("torchao.optim")
+        return optim.AdamW8bit(self.parameters(), lr=1e-3)
+
+
+def refused_quantized_state() -> None:
+    with pytest.raises(ConfigurationError, match=r"AdamW8bit quantizes its state .* checkpoints of a pipeline"):
+        fit(Quantized())
+
+
+def test_quantized_state_is_refused() -> None:
+    pytest.importorskip("torchao.optim")
+    run_on_ranks(2, refused_quantized_state)

@@ -15,8 +15,8 @@ from resume_matrix import LAYOUTS, SAVED, STEPS, TOLERANCE, Layout, deviation, o
 # Each link of a chain resumes from what the one before saved.
 CHAINS = {
     "three ranks": "ddp@3 fsdp@2 zero3@3 single@1 zero1@3 ddp@2 fsdp@3 zero2@2 zero3@1",
-    "one and two": "zero3-nvme@2 fsdp+tp@2 zero3-offload@2 hsdp@2 zero1-offload@2 fsdp-offload@2 zero3-nvme@1 "
-    "zero2-offload@2 ddp@1",
+    "one and two": "zero3-nvme@2 fsdp+tp@2 zero3-offload@2 ddp+tp@2 hsdp@2 zero1-offload@2 fsdp-offload@2 "
+    "zero3-nvme@1 zero2-offload@2 ddp@1",
 }
 EQUAL = ["single@1", "ddp@2", "fsdp@2", "fsdp+tp@2", "zero1@2", "zero2@2", "zero3@2", "zero3-nvme@2"]
 
