@@ -1,4 +1,4 @@
-"""What a pipeline cannot train is refused in a sentence, before the run where it can be known."""
+"""Pipelines refuse configurations that they cannot train, before the ranks start where that can be known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else a run has, in a pipeline: averages, predictions, triggers, losses that are not finite, and kills."""
+"""Averages, predictions, triggers, losses that are not finite, and kills in runs of pipelines."""
 
 from __future__ import annotations
 
