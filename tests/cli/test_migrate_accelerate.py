@@ -48,7 +48,11 @@ def test_an_import_of_what_exists_and_what_does_not_is_divided() -> None:
     found = rewritten("from accelerate import Accelerator, prepare_pippy\n")
     assert found.text == "from phalanx.compat.accelerate import Accelerator\nfrom accelerate import prepare_pippy\n"
     assert found.left == [
-        (1, "phalanx.compat.accelerate has no prepare_pippy: pipeline parallelism is not part of phalanx.")
+        (
+            1,
+            "phalanx.compat.accelerate has no prepare_pippy: Trainer(parallel={'pp': 2}) divides the blocks of a model "
+            "into a pipeline.",
+        )
     ]
 
 

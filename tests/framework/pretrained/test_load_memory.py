@@ -1,7 +1,7 @@
 """The memory of a rank until pretrained weights are loaded: its share of the model, and the largest tensor.
 
-Two tensors are allowed: in one of 50 calls gloo's thread still holds the tensors of a collective that has returned, and
-the next one is read meanwhile.
+Three tensors are allowed: gloo runs collectives on two threads, each of which may still hold the tensors of one that
+has returned, and the next one is read meanwhile.
 
 What a strategy keeps beside the weights is counted apart: ddp its gradient buckets; zero3 the master weights and the
 gradients of its share, and a reduction bucket, here of the size of the model.
@@ -31,7 +31,7 @@ WIDTH, LAYERS = 128, 12
 LARGEST = WIDTH * WIDTH * 4
 TOTAL = LAYERS * LARGEST
 SLACK = LARGEST // 8
-PASSING = 2 * LARGEST + SLACK
+PASSING = 3 * LARGEST + SLACK
 
 
 class Block(nn.Module):
@@ -113,7 +113,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tensor parallel", TOTAL // 2, 0),
     ],
 )
-def test_set_up_frees_at_most_two_tensors(strategy: str, share: int, beside: int, built_on: str, file: Path) -> None:
+def test_set_up_frees_at_most_three_tensors(strategy: str, share: int, beside: int, built_on: str, file: Path) -> None:
     for kept, passing, _ in run_on_ranks(2, counted, strategy, file, built_on, True):
         assert abs(kept - share - beside) < SLACK
         assert passing < PASSING
@@ -126,7 +126,7 @@ def test_set_up_frees_at_most_two_tensors(strategy: str, share: int, beside: int
         # torch's first buckets, which take no memory together with the second ones.
         ("ddp", TOTAL, TOTAL, TOTAL),
         # The shards, before DeepSpeed has moved them into its flat buffer.
-        ("zero3", TOTAL // 2, 2 * TOTAL, TOTAL // 2 + 2 * LARGEST),
+        ("zero3", TOTAL // 2, 2 * TOTAL, TOTAL // 2 + 3 * LARGEST),
     ],
 )
 def test_the_peak_is_the_memory_of_training_and_few_tensors(
@@ -139,7 +139,7 @@ def test_the_peak_is_the_memory_of_training_and_few_tensors(
 
 
 @pytest.mark.parametrize(("strategy", "share"), [("ddp", TOTAL), ("fsdp", TOTAL // 2), ("zero3", TOTAL // 2)])
-def test_an_evaluation_takes_its_share_and_two_tensors(strategy: str, share: int, file: Path) -> None:
+def test_an_evaluation_takes_its_share_and_three_tensors(strategy: str, share: int, file: Path) -> None:
     for kept, _, peak in run_on_ranks(2, counted, strategy, file, "cpu", False):
         assert abs(kept - share) < SLACK
         assert peak < share + PASSING
@@ -155,7 +155,7 @@ def counted_without_file(strategy: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
-def test_sharding_of_new_weights_takes_the_share_and_two_tensors(strategy: str) -> None:
+def test_sharding_of_new_weights_takes_the_share_and_three_tensors(strategy: str) -> None:
     for kept, peak in run_on_ranks(2, counted_without_file, strategy):
         assert abs(kept - TOTAL // 2) < SLACK
         assert peak < TOTAL // 2 + PASSING
