@@ -1,5 +1,7 @@
 """The run that ``kill_trials.py`` kills: ``kill_run.py ROOT STRATEGY RANKS ASYNCHRONOUS WORKERS``.
 
+STRATEGY may have degrees, as in ``"fsdp tp=2"``.
+
 A checkpoint after every optimizer step, a validation every few batches, dropout, shuffling, a schedule of windows, and
 every loss in ``metrics.csv``. What it comes to is written to ``ROOT/result.json``.
 """
@@ -42,6 +44,12 @@ class Net(TrainModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
 
+    def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel
+
+        return {f"net.{block}.0": ColwiseParallel(output_layouts=Replicate()) for block in (1, 2, 3)}
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
@@ -75,7 +83,8 @@ class Started(Callback):
 
 def main() -> None:
     """Train, from where the newest good checkpoint stands."""
-    root, strategy, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    root, ranks = Path(sys.argv[1]), int(sys.argv[3])
+    strategy, _, degrees = sys.argv[2].partition(" ")
     asynchronous, workers = sys.argv[4] == "1", int(sys.argv[5])
     torch.manual_seed(5)
     x = torch.randn(240, 6)
@@ -88,6 +97,7 @@ def main() -> None:
         accelerator="cpu",
         strategy=strategy,
         devices=ranks,
+        parallel=degrees or None,
         max_epochs=2,
         default_root_dir=root,
         logger=CSVLogger(),

@@ -2,6 +2,7 @@
 
     python tests/kill_trials.py --trials 100
     python tests/kill_trials.py --trials 10 --strategies ddp,zero3 --ranks 3 --saving asynchronous --seed 7
+    python tests/kill_trials.py --trials 10 --strategies "fsdp tp=2"
 
 A trial is one SIGKILL: to one rank, to all of them with their launcher, or to the launcher alone, at a random instant
 of the start-up (one in six) or of the training. After it no process may be left, every directory with a checkpoint's
@@ -34,8 +35,10 @@ from phalanx.framework.checkpoint.manifest_file import read_manifest
 from phalanx.framework.checkpoint.verify import verify
 
 SCRIPT = Path(__file__).with_name("kill_run.py")
-STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "zero2", "zero3")
+STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "zero2", "zero3", "fsdp tp=2")
 RANKS = (2, 3)
+MESH_RANKS = 4
+"""The number of ranks of a strategy with degrees."""
 SAVING = ("synchronous", "asynchronous", "both")
 LIMIT_SECONDS = 180.0
 TRAINING_SECONDS = 1.0
@@ -269,6 +272,13 @@ def add(total: Tally, one: Tally) -> None:
     total.problems += one.problems
 
 
+def numbers_of_ranks(strategy: str, ranks: Sequence[int]) -> Sequence[int]:
+    """Return the numbers of ranks to train a strategy on: those that were asked for, unless it fixes them."""
+    if strategy == "single":
+        return (1,)
+    return (MESH_RANKS,) if " " in strategy else ranks
+
+
 def run_trials(
     folder: Path,
     strategies: Iterable[str] = STRATEGIES,
@@ -282,8 +292,8 @@ def run_trials(
     """Run trials of each strategy on each number of ranks; ``saving``: asynchronously or not, in turn."""
     results = {}
     print(HEADER, flush=True)
-    for strategy, number in [(one, number) for one in strategies for number in ((1,) if one == "single" else ranks)]:
-        one = Trials(folder / f"{strategy}-{number}", strategy, number, saving, seed)
+    for strategy, number in [(one, number) for one in strategies for number in numbers_of_ranks(one, ranks)]:
+        one = Trials(folder / f"{strategy.replace(' ', '-')}-{number}", strategy, number, saving, seed)
         tally = results[strategy, number] = one.run(trials, kills, at_once)
         print(row(strategy, number, tally), flush=True)
         for problem in tally.problems:
@@ -292,7 +302,8 @@ def run_trials(
 
 
 HEADER = (
-    "strategy  ranks  trials  rank   all  launcher  in start-up  in a save  runs  bit-identical  left behind  seconds"
+    f"{'strategy':28}  ranks  trials  rank   all  launcher  in start-up  in a save  runs  bit-identical  left behind  "
+    "seconds"
 )
 
 
@@ -300,7 +311,7 @@ def row(strategy: str, ranks: int, tally: Tally) -> str:
     """Return a line of the table."""
     victims = tally.victims
     return (
-        f"{strategy:8}  {ranks:5}  {tally.trials:6}  {victims['rank']:4}  {victims['all']:4}  {victims['launcher']:8}  "
+        f"{strategy:28}  {ranks:5}  {tally.trials:6}  {victims['rank']:4}  {victims['all']:4}  {victims['launcher']:8}  "
         f"{tally.in_start:11}  {tally.in_save:9}  {tally.chains:4}  {f'{tally.identical} of {tally.trials}':>13}  "
         f"{tally.leftovers:11}  {tally.seconds:7.0f}"
     )
@@ -322,7 +333,11 @@ def main() -> None:
     """Run trials from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--trials", type=int, default=20, help="kills for each strategy and number of ranks")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="names, with commas between")
+    parser.add_argument(
+        "--strategies",
+        default=",".join(STRATEGIES),
+        help="names, with commas between; degrees follow as in 'fsdp tp=2'",
+    )
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks, with commas between")
     parser.add_argument("--saving", choices=SAVING, default="both")
     parser.add_argument("--seed", type=int, default=0)
