@@ -309,10 +309,10 @@ HEADER = (
 
 def row(strategy: str, ranks: int, tally: Tally) -> str:
     """Return a line of the table."""
-    victims = tally.victims
+    victims, identical = tally.victims, f"{tally.identical} of {tally.trials}"
     return (
-        f"{strategy:28}  {ranks:5}  {tally.trials:6}  {victims['rank']:4}  {victims['all']:4}  {victims['launcher']:8}  "
-        f"{tally.in_start:11}  {tally.in_save:9}  {tally.chains:4}  {f'{tally.identical} of {tally.trials}':>13}  "
+        f"{strategy:28}  {ranks:5}  {tally.trials:6}  {victims['rank']:4}  {victims['all']:4}  "
+        f"{victims['launcher']:8}  {tally.in_start:11}  {tally.in_save:9}  {tally.chains:4}  {identical:>13}  "
         f"{tally.leftovers:11}  {tally.seconds:7.0f}"
     )
 
