@@ -161,6 +161,7 @@ pretrained: $(DEV)
 
 matrix: $(DEV)
 	$(PY) tests/resume_matrix.py --write docs/resume-matrix.md $(ARGS)
+	$(PY) tests/mesh_matrix.py --write docs/resume-matrix.md
 
 # SIGKILL at random instants, the same command again, and the result must be that of the run nobody killed.
 # ARGS='--strategies ddp,zero3 --ranks 3 --saving asynchronous --seed 7'

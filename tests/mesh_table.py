@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from long_sequences import LongModel, by_hand, loader
+from marked_pages import write_table
 from models import silent_trainer
 from ranks import close_pools, run_on_ranks
 from torch import Tensor
@@ -29,7 +30,6 @@ from phalanx.callbacks import LambdaCallback
 
 STEPS, BATCH, CLIP, TOLERANCE = 20, 8, 0.3, 1e-5
 WINDOWS = (1, 4)
-_BEGIN, _END = "<!-- mesh table -->", "<!-- end of the mesh table -->"
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ def main() -> int:
     close_pools()
     text = "\n".join(lines)
     if chosen.write is not None:
-        before, _, rest = chosen.write.read_text().partition(_BEGIN)
-        chosen.write.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{rest.partition(_END)[2]}")
+        write_table(chosen.write, "mesh table", text)
     return 0 if worst <= TOLERANCE else 1
 
 

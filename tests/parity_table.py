@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from language_model import LanguageModel, adamw, token_loader, tokens
+from marked_pages import write_table
 from models import silent_trainer
 from ranks import close_pools, run_on_ranks
 from torch import nn
@@ -52,7 +53,6 @@ STRATEGIES = {
     "ddp+tp": (4, 2),
     "fsdp+tp": (4, 2),
 }
-_BEGIN, _END = "<!-- parity table -->", "<!-- end of the parity table -->"
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,7 @@ def main() -> int:
     text = table(deviations)
     print(text)
     if chosen.write is not None and chosen.precision is None:
-        before, _, rest = chosen.write.read_text().partition(_BEGIN)
-        after = rest.partition(_END)[2]
-        chosen.write.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{after}")
+        write_table(chosen.write, "parity table", text)
     beyond = [cell for cell, value in deviations.items() if not value <= PRECISIONS[cell.precision]]
     for cell in beyond:
         print(f"beyond {PRECISIONS[cell.precision]:.0e}: {cell}")

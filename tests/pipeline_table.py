@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from language_model import LENGTH, VOCABULARY, LanguageModel, token_loader, tokens
+from marked_pages import write_table
 from models import silent_trainer
 from ranks import close_pools, run_on_ranks
 from torch import Tensor, nn
@@ -33,7 +34,6 @@ from torch.distributed.pipelining import PipelineStage, schedules as torch_sched
 from phalanx.strategies import PipelineStrategy
 
 ROWS = 4
-_BEGIN, _END = "<!-- pipeline table -->", "<!-- end of the pipeline table -->"
 # Name here, class of torch, stages of each rank, whether they form a V.
 SCHEDULES = {
     "gpipe": ("ScheduleGPipe", 1, False),
@@ -269,8 +269,7 @@ def main() -> int:
         close_pools()
     print(text)
     if chosen.write is not None:
-        before, _, rest = chosen.write.read_text().partition(_BEGIN)
-        chosen.write.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{rest.partition(_END)[2]}")
+        write_table(chosen.write, "pipeline table", text)
     return 0
 
 

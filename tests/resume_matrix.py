@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from language_model import LanguageModel, adamw, token_loader, tokens
+from marked_pages import write_table
 from models import silent_trainer
 from parity_table import strategy_named
 from ranks import close_pools, run_on_ranks
@@ -39,7 +40,6 @@ EPOCH = 12
 ROWS = GLOBAL_BATCH * WINDOW * EPOCH
 TOLERANCE = 1e-5
 """How far a loss may be from plain torch's, relative."""
-_BEGIN, _END = "<!-- resume matrix -->", "<!-- end of the resume matrix -->"
 # DeepSpeed keeps memory of every engine that a process has had.
 _CELLS_OF_A_PROCESS = 60
 
@@ -210,7 +210,7 @@ class Cell:
 Cells = dict[tuple[Layout, Layout], Cell]
 
 
-def table(cells: Cells) -> str:
+def table(cells: Mapping[tuple[Any, Any], Cell]) -> str:
     """Return the cells as a Markdown table."""
     rows, columns = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
     lines = ["| saved under \\ resumed under | " + " | ".join(map(str, columns)) + " |"]
@@ -227,7 +227,7 @@ def _shown(cell: Cell | None, diagonal: bool) -> str:
     return "**=**" if diagonal and cell.equal else f"{cell.deviation:.0e}"
 
 
-def summary(cells: Cells, seconds: float) -> str:
+def summary(cells: Mapping[tuple[Any, Any], Cell], seconds: float) -> str:
     """Return the extremes in a sentence."""
     (row, column), worst = max(cells.items(), key=lambda item: item[1].deviation)
     diagonal = [cell.equal for (row, column), cell in cells.items() if row == column]
@@ -282,9 +282,7 @@ def main() -> int:
     text = f"{table(cells)}\n\n{summary(cells, time.monotonic() - began)}"
     print(text)
     if chosen.write is not None:
-        before, _, rest = chosen.write.read_text().partition(_BEGIN)
-        after = rest.partition(_END)[2]
-        chosen.write.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{after}")
+        write_table(chosen.write, "resume matrix", text)
     failed = [key for key, cell in cells.items() if cell.fails(key[0] == key[1])]
     for row, column in failed:
         print(f"failed: {row} -> {column}: {cells[row, column]}")
