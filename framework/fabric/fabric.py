@@ -34,7 +34,8 @@ from ..launch.exit_hooks import install_rank_hooks
 from ..metrics.logger import Logger
 from ..parallel.compilation import compilation
 from ..parallel.optimizer_step import Updater
-from ..parallel.resources import Resources, resolve_for_own_loop
+from ..parallel.resources import Resources, resolve_resources
+from ..parallel.sequence_part import SequencePart
 from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import Checkpoints
@@ -76,7 +77,7 @@ class Fabric(AccelerateNames):
         ConfigurationError: an argument breaks a rule, or does not fit the machine or the launcher.
     """
 
-    _resolve = staticmethod(resolve_for_own_loop)
+    _resolve = staticmethod(resolve_resources)
 
     @names_arguments
     def __init__(
@@ -136,6 +137,17 @@ class Fabric(AccelerateNames):
     def device(self) -> torch.device:
         """This rank's device."""
         return self.world.device
+
+    @property
+    def part(self) -> SequencePart:
+        """Cuts tensors to the part of each sequence that this rank computes: ``fabric.part(tokens)``.
+
+        For ``parallel={"cp": ...}``, where ranks share the sequences of a batch; without, a part is all of it. Call it
+        with all tensors that have a sequence dim, and give ``backward`` the number of targets in the part. The first
+        access joins the process group, which is collective.
+        """
+        _ = self.world
+        return self.strategy.part
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Start the ranks if there are to be several and none were started, and run a function in them if given.

@@ -37,6 +37,7 @@ class Training:
         self._scaler = prepared.scaler
         self._precision = precision
         self._accumulation = accumulation
+        self._parts = ranks.resources.layout.cp
         self._window: GradientWindow | None = None
 
     def clear(self) -> None:
@@ -64,9 +65,12 @@ class Training:
             model: the set-up module of the loss; needed only by strategies that hold one loss scale for each module.
             weight: the number of items that the micro-batch's mean loss is over, such as non-padding tokens. The update
                 is then that of the mean over all items of the window and of all ranks. Pass it on all ranks or on none.
-                By default all micro-batches weigh the same.
+                By default all micro-batches weigh the same. Where ranks share sequences (``cp``) it is required: the
+                number of targets in this rank's part.
             options: those of ``Tensor.backward``, such as ``retain_graph``.
         """
+        if self._parts > 1:
+            self._check_part(weight)
         engine = self._prepared.engine_for_backward(model)
         loader = self._prepared.reading.current
         filler = loader is not None and loader.filler
@@ -81,6 +85,19 @@ class Training:
             factor *= self._scaler.scale
         strategy = self._prepared.strategy if engine is None else engine.strategy
         strategy.backward(loss if factor == 1.0 else loss * factor, **options)
+
+    def _check_part(self, weight: float | Tensor | None) -> None:
+        given = f"Fabric(parallel={{'cp': {self._parts}}})"
+        if weight is None:
+            raise ConfigurationError(
+                f"{given} needs backward(loss, weight=...), the number of targets over which the loss of a part is "
+                "averaged, as parts may have different numbers of them: pass it, or leave cp out."
+            )
+        if not self._prepared.strategy.part.was_used:
+            raise ConfigurationError(
+                f"{given} was given a loss, and no tensor was cut: pass every tensor that has a sequence dim through "
+                "fabric.part, such as `tokens = fabric.part(tokens)`, or leave cp out."
+            )
 
     def _factor_alone(self, weight: float | None, loader: FabricLoader | None) -> float:
         """Return the factor of a loss outside ``accumulate``: its weight in the mean over ranks.

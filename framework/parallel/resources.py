@@ -180,21 +180,6 @@ def resolve_resources(
     )
 
 
-def resolve_for_own_loop(*arguments: Any, **options: Any) -> Resources:
-    """Check and resolve the arguments of a Fabric, whose loop is the user's; ``resolve_resources`` has the parameters.
-
-    Raises:
-        ConfigurationError: they break a rule, or ranks are to share sequences.
-    """
-    resources = resolve_resources(*arguments, **options)
-    if (degree := resources.layout.cp) > 1:
-        raise ConfigurationError(
-            f"Fabric(parallel={{'cp': {degree}}}): batches are cut, and their parts weighted, by a Trainer. Use a "
-            "Trainer, or leave cp out."
-        )
-    return resources
-
-
 def _leaves_ranks(requested: int, place: Placement) -> bool:
     """Whether one device is requested while more ranks are running, and were used by another Trainer.
 

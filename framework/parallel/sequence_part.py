@@ -19,11 +19,13 @@ class SequencePart:
         rank: The place of the part, from 0.
         size: The number of parts; 1 without context parallelism, where nothing is cut.
         share: The part of the last batch's weight that is in this part of it.
+        was_used: Whether anything was cut, or could have been.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.share = 1.0
+        self.was_used = False
         self._limit: int | None = None
 
     @property
@@ -55,6 +57,7 @@ class SequencePart:
         return torch.arange(begin, begin + length, device=tensor.device)
 
     def _span(self, tensor: Tensor, dim: int) -> tuple[int, int]:
+        self.was_used = True
         full = tensor.shape[dim]
         if self._limit is not None:
             full = min(full, self._limit)

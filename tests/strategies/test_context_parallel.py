@@ -177,14 +177,56 @@ def test_a_module_that_says_nothing_is_refused_before_any_rank_starts(module: Tr
     assert words in str(caught.value)
 
 
-def test_predictions_compiling_and_own_loops_are_refused() -> None:
+def test_predictions_and_compiling_are_refused() -> None:
     given: dict[str, Any] = {"strategy": "ddp", "devices": 2, "parallel": {"cp": 2}, "accelerator": "cpu"}
     with pytest.raises(ConfigurationError, match="each rank would predict a part of each sequence"):
         silent_trainer(**given, verbose=False).predict(SaysNothing(), loader(4))
     with pytest.raises(ConfigurationError, match="leave compile out, or leave cp out"):
         silent_trainer(**given, compile={"backend": "eager"}, verbose=False)
-    with pytest.raises(ConfigurationError, match="Use a Trainer, or leave cp out"):
-        Fabric(**given)
+
+
+def looped(strategy: str, ranks: int, window: int) -> dict[str, Tensor]:
+    """Train in a loop of its own."""
+    fabric = Fabric("cpu", strategy, ranks, accumulate=window, parallel={"cp": 2})
+    fabric.launch()
+    module = LongModel()
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    model.mark_forward_method("loss")
+    size = BATCH // fabric.resources.data_size // window
+    for step, (tokens, targets) in enumerate(fabric.setup_dataloaders(loader(size))):
+        if step == STEPS * window:
+            break
+        part, positions = (fabric.part(tokens), fabric.part(targets)), fabric.part.positions(tokens)
+        with fabric.accumulate(model):
+            fabric.backward(model.loss((*part, positions)), weight=module.batch_weight(part))
+            fabric.clip_gradients(model, optimizer, max_norm=0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+    return fabric.full_state_dict(model)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "window"), [("ddp", 2, 1), ("ddp", 4, 2), ("fsdp", 2, 4)])
+def test_a_loop_of_ones_own_trains_what_one_process_does(strategy: str, ranks: int, window: int) -> None:
+    _, expected = by_hand(1, 0.3, STEPS, BATCH)
+    found = run_on_ranks(ranks, looped, strategy, ranks, window)[0]
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-6)
+
+
+def forgetful(weight: float | None) -> None:
+    fabric = Fabric("cpu", "ddp", 2, parallel={"cp": 2})
+    fabric.launch()
+    module = LongModel()
+    model, _ = fabric.setup(module, module.configure_optimizers())
+    tokens, targets = next(iter(fabric.setup_dataloaders(loader(4))))
+    fabric.backward(model.loss((tokens, targets, torch.arange(tokens.shape[1]))), weight=weight)
+
+
+@pytest.mark.parametrize(("weight", "words"), [(None, "needs backward(loss, weight=...)"), (9.0, "no tensor was cut")])
+def test_a_loop_that_does_not_cut_or_weigh_is_refused(weight: float | None, words: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_on_ranks(2, forgetful, weight)
+    assert words in str(caught.value)
 
 
 def test_parts_are_cut_in_order_and_lengths_that_do_not_divide_are_refused() -> None:
