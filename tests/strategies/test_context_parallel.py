@@ -206,7 +206,7 @@ def looped(strategy: str, ranks: int, window: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "window"), [("ddp", 2, 1), ("ddp", 4, 2), ("fsdp", 2, 4)])
-def test_a_loop_of_ones_own_trains_what_one_process_does(strategy: str, ranks: int, window: int) -> None:
+def test_a_hand_written_loop_trains_what_one_process_does(strategy: str, ranks: int, window: int) -> None:
     _, expected = by_hand(1, 0.3, STEPS, BATCH)
     found = run_on_ranks(ranks, looped, strategy, ranks, window)[0]
     for name, parameter in expected.named_parameters():
