@@ -17,6 +17,7 @@ from ..distributed.gather import gather_rows, map_leaves, pad_over_ranks, split_
 from ..distributed.rank_zero_first import first_in_turn
 from ..distributed.world import World
 from ..parallel.resources import Resources
+from ..parallel.sequence_part import SequencePart
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -59,6 +60,16 @@ class Collectives:
                 )
             self._world = self.resources.connect()
         return self._world
+
+    @property
+    def part(self) -> SequencePart:
+        """Cuts tensors to the part of each sequence that this rank computes: ``fabric.part(tokens)``.
+
+        For ``parallel={"cp": ...}``, where ranks share the sequences of a batch; without, a part is all of it. Cut all
+        tensors that have a sequence dim, and give ``backward`` the number of targets in the part.
+        """
+        _ = self.world
+        return self.resources.strategy.part
 
     def close(self) -> None:
         """Leave the process group, if it was joined."""

@@ -35,7 +35,6 @@ from ..metrics.logger import Logger
 from ..parallel.compilation import compilation
 from ..parallel.optimizer_step import Updater
 from ..parallel.resources import Resources, resolve_resources
-from ..parallel.sequence_part import SequencePart
 from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import Checkpoints
@@ -138,17 +137,6 @@ class Fabric(AccelerateNames):
         """This rank's device."""
         return self.world.device
 
-    @property
-    def part(self) -> SequencePart:
-        """Cuts tensors to the part of each sequence that this rank computes: ``fabric.part(tokens)``.
-
-        For ``parallel={"cp": ...}``, where ranks share the sequences of a batch; without, a part is all of it. Call it
-        with all tensors that have a sequence dim, and give ``backward`` the number of targets in the part. The first
-        access joins the process group, which is collective.
-        """
-        _ = self.world
-        return self.strategy.part
-
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Start the ranks if there are to be several and none were started, and run a function in them if given.
 
@@ -186,6 +174,7 @@ class Fabric(AccelerateNames):
 
     # ---- ranks ----------------------------------------------------------------------------------------------------
 
+    part = property(attrgetter("_ranks.part"), doc="Cuts tensors to the sequence positions of this rank, under ``cp``.")
     to_device = verb("_ranks", Collectives.to_device)
     all_gather = verb("_ranks", Collectives.all_gather)
     gather = verb("_ranks", Collectives.gather)
