@@ -74,6 +74,16 @@ def test_four_ranks_train_as_one_process(schedule: str, pp: int, window: int) ->
     check(run_on_ranks(4, trained, schedule, 4, 4, pp, window), 4, pp, window)
 
 
+@pytest.mark.parametrize(("schedule", "blocks"), SCHEDULES)
+def test_a_window_of_one_micro_batch_trains_as_one_process(schedule: str, blocks: int) -> None:
+    check(run_on_ranks(2, trained, schedule, blocks, 2, 2, 1), blocks, pp=2, window=1)
+
+
+@pytest.mark.parametrize(("schedule", "window"), [("1f1b", 2), ("zero-bubble", 1)])
+def test_a_window_smaller_than_the_pipeline_trains_as_one_process(schedule: str, window: int) -> None:
+    check(run_on_ranks(4, trained, schedule, 4, 4, 4, window), 4, pp=4, window=window)
+
+
 # ---- windows of uneven weights and shapes ---------------------------------------------------------------------------
 
 

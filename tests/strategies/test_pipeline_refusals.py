@@ -43,14 +43,6 @@ class Unlisted(Regressor):
         ),
         (lambda: fit(LanguageModel(1)), ["LanguageModel has no list of repeated blocks", "configure_pipeline"]),
         (lambda: fit(Unlisted(), loader()), ["configure_pipeline returned str", "list of the blocks"]),
-        (
-            lambda: fit(LanguageModel(4), ranks=4, accumulate_grad_batches=2),
-            ["accumulate_grad_batches=2 makes windows of 2 micro-batches", "the 4 ranks", "at least 4, better 16"],
-        ),
-        (
-            lambda: fit(LanguageModel(4), ranks=4, accumulate_grad_batches=1, global_batch_size=8, micro_batch_size=4),
-            ["micro_batch_size=4 makes windows of 2 micro-batches", "at least 4"],
-        ),
         (lambda: fit(LanguageModel(), ranks=1), ["1 rank in a pipeline", "devices=2", "'single'"]),
         (
             lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 1}),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,20 @@ def test_an_average_of_weights_is_that_of_one_process(tmp_path: Path) -> None:
     expected = module.loss(tokens(16, seed=5)).item()
 
     assert run_on_ranks(2, averaged, str(tmp_path))[0] == pytest.approx([expected], rel=1e-5)
+
+
+def shown(window: int, schedule: str) -> str:
+    text = io.StringIO()
+    with redirect_stdout(text), redirect_stderr(text):
+        pipelined(2, schedule, accumulate_grad_batches=window, max_steps=1).fit(Plain(), token_loader(16, batch_size=2))
+    return text.getvalue()
+
+
+def test_waiting_of_ranks_is_shown_once_at_the_start() -> None:
+    first, second = run_on_ranks(2, shown, 1, "1f1b")
+    assert first.count("windows of 1 micro-batch for a pipeline of 2 ranks") == 1
+    assert "waits 50% of the time" in first
+    assert "a pipeline of" not in second + run_on_ranks(2, shown, 2, "1f1b")[0]
 
 
 # ---- losses, hooks and stops ---------------------------------------------------------------------------------------
