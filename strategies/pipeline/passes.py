@@ -70,8 +70,11 @@ class PipelinePasses(WindowPasses):
         self._world, self._place, self._group = world, place, group
         self.computes_losses = place.stages - 1 in place.own
 
-    def set_up(self, module: Any, stages: Stages, calls: BlockCalls, hidden: HiddenStates) -> None:
-        """Run the passes of this module."""
+    def set_up(
+        self, module: Any, stages: Stages, calls: BlockCalls, hidden: HiddenStates, gather: Callable[[], None] | None
+    ) -> None:
+        """Run the passes of this module; ``gather`` gathers sharded parameters before those of a window."""
+        self._gather = gather
         self._module, self._stages, self._calls, self._hidden = module, stages, calls, hidden
         self._modules = [StageModule(self, stage) for stage in self._place.own]
         self._shapes: dict[Any, Tensor] = {}
@@ -94,6 +97,11 @@ class PipelinePasses(WindowPasses):
         )
 
     # ---- a window --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Gather the parameters of this rank's stages, if they are sharded. Collective."""
+        if self._gather is not None:
+            self._gather()
 
     def run(self, window: Window) -> None:
         """Run all passes of a window. Collective."""
