@@ -1,5 +1,7 @@
 """The run that ``kill_trials.py`` kills: ``kill_run.py ROOT STRATEGY RANKS ASYNCHRONOUS WORKERS``.
 
+A strategy may have degrees: ``"pipeline:pp=2 dp_shard=2"``.
+
 A checkpoint after every optimizer step, a validation every few batches, dropout, shuffling, a schedule of windows, and
 every loss in ``metrics.csv``. What it comes to is written to ``ROOT/result.json``.
 """
@@ -75,7 +77,8 @@ class Started(Callback):
 
 def main() -> None:
     """Train, from where the newest good checkpoint stands."""
-    root, strategy, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    root, ranks = Path(sys.argv[1]), int(sys.argv[3])
+    strategy, _, degrees = sys.argv[2].partition(":")
     asynchronous, workers = sys.argv[4] == "1", int(sys.argv[5])
     torch.manual_seed(5)
     x = torch.randn(240, 6)
@@ -88,6 +91,7 @@ def main() -> None:
         accelerator="cpu",
         strategy=strategy,
         devices=ranks,
+        parallel=degrees or None,
         max_epochs=2,
         default_root_dir=root,
         logger=CSVLogger(),
@@ -95,8 +99,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         val_check_interval=9,
-        # A pipeline needs as many micro-batches as ranks.
-        accumulate_grad_batches=AccumulationSchedule.cycle([ranks, 4] if strategy == "pipeline" else [1, 2]),
+        # Ranks of a pipeline work at the same time from two micro-batches on.
+        accumulate_grad_batches=AccumulationSchedule.cycle([1, 4] if strategy == "pipeline" else [1, 2]),
         callbacks=[saver, Started(root)],
     )
     # The batch norm needs two samples.

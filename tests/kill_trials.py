@@ -2,6 +2,7 @@
 
     python tests/kill_trials.py --trials 100
     python tests/kill_trials.py --trials 10 --strategies ddp,zero3 --ranks 3 --saving asynchronous --seed 7
+    python tests/kill_trials.py --trials 10 --strategies "pipeline:pp=2 dp_shard=2" --ranks 4
 
 A trial is one SIGKILL: to one rank, to all of them with their launcher, or to the launcher alone, at a random instant
 of the start-up (one in six) or of the training. After it no process may be left, every directory with a checkpoint's
