@@ -56,6 +56,11 @@ MESHES = [
     Mesh("fsdp", 4, "cp=2"),
     Mesh("ddp", 4, "cp=2,tp=2"),
     Mesh("fsdp", 4, "cp=2,tp=2"),
+    Mesh("pipeline", 2, "pp=2"),
+    Mesh("pipeline", 4, "pp=2"),
+    Mesh("pipeline", 4, "pp=2,dp_shard=2"),
+    Mesh("pipeline", 4, "pp=2,tp=2"),
+    Mesh("pipeline", 8, "pp=2,tp=2,dp_shard=2"),
 ]
 
 
