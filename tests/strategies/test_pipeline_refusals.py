@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx import Fabric, TrainModule
 from phalanx.errors import ConfigurationError, LoopError, UnknownNameError
-from phalanx.strategies import PipelineStrategy
+from phalanx.strategies import FSDPStrategy, PipelineStrategy
 
 
 def fit(module: Any, data: Any = None, strategy: Any = "pipeline", ranks: int = 2, **settings: Any) -> None:
@@ -49,8 +49,14 @@ class Unlisted(Regressor):
             ["1 rank in a pipeline", "{'pp': ...} out of 1, 2, 4, but 1", "'ddp'"],
         ),
         (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 3}), ["pp=3", "1, 2, 4"]),
-        (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "tp": 2}), ["takes dp_replicate and pp", "tp out"]),
+        (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "cp": 2}), ["dp_shard, tp and pp", "cp out"]),
         (lambda: fit(LanguageModel(), strategy="ddp", parallel={"pp": 2}), ["strategy='pipeline'"]),
+        (
+            lambda: fit(LanguageModel(), ranks=4, strategy=FSDPStrategy(units=2, prefetch=1), parallel={"pp": 2}),
+            ["FSDPStrategy(units=..., prefetch=...)", "leave pp out"],
+        ),
+        (lambda: fit(LanguageModel(), ranks=4, strategy="hsdp", parallel={"pp": 2}), ["FSDPStrategy(replicas=...)"]),
+        (lambda: fit(LanguageModel(), ranks=4, strategy="fsdp", parallel={"pp": 4}), ["2 blocks", "use 2 stages"]),
         (lambda: fit(Manual(), accumulate_grad_batches=1), ["automatic_optimization = False", "fsdp"]),
         (
             lambda: fit(LanguageModel(), accumulate_grad_batches=1, global_batch_size=8, micro_batch_size="auto"),

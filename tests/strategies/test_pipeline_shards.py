@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from phalanx import Callback
 from phalanx.errors import ConfigurationError
+from phalanx.strategies import FSDPStrategy, PipelineStrategy
 
 SHARDED = "pp=2,dp_shard=2"
 CLIP = 0.01
@@ -123,6 +124,22 @@ def test_a_block_can_be_frozen_during_a_fit() -> None:
     found = run_on_ranks(4, weights, True, SHARDED)[0]
     assert found is not None
     torch.testing.assert_close(found, by_hand(frozen_from=2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parallel", "layout"),
+    [
+        ("fsdp", "pp=2", "dp_shard=2 x pp=2"),
+        ("fsdp", "pp=2,dp_replicate=2", "dp_replicate=2 x pp=2"),
+        (FSDPStrategy(tensor_parallel=2), "pp=2", "tp=2 x pp=2"),
+        ("pipeline", "pp=2", "dp_replicate=2 x pp=2"),
+        ("pipeline", "dp_shard=2", "dp_shard=2 x pp=2"),
+    ],
+)
+def test_fsdp_with_stages_is_a_pipeline_of_shards(strategy: Any, parallel: str, layout: str) -> None:
+    trainer = silent_trainer(devices=4, strategy=strategy, parallel=parallel)
+    assert isinstance(trainer.strategy, PipelineStrategy)
+    assert str(trainer.fabric.resources.layout) == layout
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
