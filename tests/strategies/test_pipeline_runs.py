@@ -188,14 +188,18 @@ def test_a_loss_that_is_not_finite_raises_or_skips_on_all_ranks(ranks: int, para
         assert steps == 4
 
 
-def in_mixed_precision(precision: str) -> list[float]:
+def in_mixed_precision(precision: str, ranks: int, parallel: str) -> list[float]:
     module = Plain()
-    pipelined(2, precision=precision, max_steps=8).fit(module, token_loader(64, batch_size=2))
+    trainer = pipelined(ranks, parallel=parallel, precision=precision, max_steps=8)
+    trainer.fit(module, token_loader(64, batch_size=2 // trainer.fabric.resources.data_size))
     return module.losses
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision_trains_close_to_fp32(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "ranks", "parallel"),
+    [("bf16-mixed", 2, "pp=2"), ("16-mixed", 2, "pp=2"), ("16-mixed", 4, SHARDED), ("bf16-mixed", 4, "pp=2,tp=2")],
+)
+def test_mixed_precision_trains_close_to_fp32(precision: str, ranks: int, parallel: str) -> None:
     module = Plain()
     losses = []
     optimizer = module.configure_optimizers()
@@ -205,7 +209,8 @@ def test_mixed_precision_trains_close_to_fp32(precision: str) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    found = torch.tensor(run_on_ranks(2, in_mixed_precision, precision)[0]).view(-1, 4).mean(1)
+    results = [losses for losses in run_on_ranks(ranks, in_mixed_precision, precision, ranks, parallel) if losses]
+    found = torch.tensor(results).mean(0).view(-1, 4).mean(1)
     torch.testing.assert_close(found, torch.tensor(losses), rtol=2e-2, atol=0)
 
 
