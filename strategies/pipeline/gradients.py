@@ -110,6 +110,9 @@ def _sum(parameters: Sequence[Tensor], group: dist.ProcessGroup | None, divisor:
     for members in by_dtype.values():
         gradients = [local_of(torch.zeros_like(each) if each.grad is None else each.grad) for each in members]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        if not flat.numel():
+            # The rows of small parameters are with other shards.
+            continue
         dist.all_reduce(flat, group=group)
         if divisor != 1:
             flat.div_(divisor)

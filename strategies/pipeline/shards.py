@@ -64,6 +64,7 @@ class StageShards:
         for source in sources:
             source.put(source.given if source.given.is_meta else tie_again(source.name, source.owners))
         elsewhere = {source.given for source in sources if source.given.is_meta}
+        del sources  # so that each full parameter is freed once its shard is made
         hooks = Footprint(self._root)
         self._shard(blocks, held, elsewhere, mesh)
         self._fill(held, optimizers)

@@ -147,6 +147,8 @@ class PipelineStrategy(Strategy):
             )
         if "tp" in self.degrees.used:
             check_plan(module, self.degrees.tp or 1)
+        if "tp" in self.degrees.used or "dp_shard" in self.degrees.used:
+            check_sharded(module, ())
         if not is_overridden("configure_model", module, TrainModule):
             self._divide(module)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from language_model import LanguageModel, token_loader, tokens
+from language_model import Block, LanguageModel, token_loader, tokens
 from models import silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -35,8 +35,8 @@ def fitted(module: LanguageModel, callback: Callback | None = None, **settings: 
     return trainer
 
 
-def by_hand(rows: int = 16, frozen_from: int = 99, clips: bool = False) -> Tensor:
-    module = Plain()
+def by_hand(rows: int = 16, frozen_from: int = 99, clips: bool = False, module: Plain | None = None) -> Tensor:
+    module = module or Plain()
     optimizer = module.configure_optimizers()
     for number, batch in enumerate(tokens(64).split(rows)[:4]):
         module.blocks[3].requires_grad_(number < frozen_from)
@@ -126,6 +126,31 @@ def test_a_block_can_be_frozen_during_a_fit() -> None:
     torch.testing.assert_close(found, by_hand(frozen_from=2), rtol=1e-5, atol=1e-6)
 
 
+class Sharing(Plain):
+    """Blocks of one stage share a norm, those of both stages another one, and one element is outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, _, last = cast(list[Block], self.blocks)
+        second.norm_mlp, last.norm_attention = first.norm_mlp, first.norm_attention
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scale
+
+
+def shared() -> Tensor | None:
+    module = Sharing()
+    fitted(module)
+    return None if any(each.is_meta for each in module.parameters()) else weights_of(module)
+
+
+def test_weights_that_blocks_and_stages_share_stay_shared() -> None:
+    found = run_on_ranks(4, shared)[0]
+    assert found is not None
+    torch.testing.assert_close(found, by_hand(module=Sharing()), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("strategy", "parallel", "layout"),
     [
@@ -178,6 +203,17 @@ def test_other_axes_and_degrees_that_do_not_fit_are_refused(parallel: str, words
     with pytest.raises(ConfigurationError) as error:
         fitted(Plain(), parallel=parallel)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+class Scalar(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def test_parameters_without_dims_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="scale is a parameter without dims"):
+        fitted(Scalar())
 
 
 class Unplanned(Plain):
