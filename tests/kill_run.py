@@ -105,8 +105,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         val_check_interval=9,
-        # A pipeline needs as many micro-batches as ranks.
-        accumulate_grad_batches=AccumulationSchedule.cycle([ranks, 4] if strategy == "pipeline" else [1, 2]),
+        # Ranks of a pipeline work at the same time from two micro-batches on.
+        accumulate_grad_batches=AccumulationSchedule.cycle([1, 4] if strategy == "pipeline" else [1, 2]),
         callbacks=[saver, Started(root)],
     )
     # The batch norm needs two samples.

@@ -35,7 +35,7 @@ from phalanx.framework.checkpoint.manifest_file import read_manifest
 from phalanx.framework.checkpoint.verify import verify
 
 SCRIPT = Path(__file__).with_name("kill_run.py")
-STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "zero2", "zero3", "fsdp tp=2")
+STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "zero2", "zero3", "fsdp tp=2", "pipeline pp=2 dp_shard=2")
 RANKS = (2, 3)
 MESH_RANKS = 4
 """The number of ranks of a strategy with degrees."""

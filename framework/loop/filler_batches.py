@@ -250,6 +250,9 @@ def lockstep_filler(run: Run, transfer: Callable[[Any], Any] | None, windows: Wi
 
     The arguments are those of ``LockstepFiller``.
     """
+    if run.strategy.window_passes is not None:
+        # They take all ranks along, also those without a micro-batch.
+        return None
     traits = run.strategy.traits
     forward = traits.forward_has_collectives or any(is_collective(part) for part in run.module.modules())
     if run.world.size == 1 or not (forward or traits.backward_has_collectives):

@@ -88,6 +88,7 @@ class JointStep(AutomaticStep):
         kept = [position for position, batch in enumerate(started) if batch is not FILLER]
         self.totals.wait()
         self._begin_backward()
+        self.passes.begin()
         self.phase[0] = LAST_BACKWARD
         losses = torch.zeros(len(kept), device=self.run.world.device)
         if kept:

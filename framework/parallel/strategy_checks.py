@@ -22,24 +22,21 @@ def check_algorithm(strategy: Strategy, algorithm: str) -> None:
         raise no_clipping_by_value(strategy.name)
 
 
-def check_windows(
+def remark_on_windows(
     strategy: Strategy, accumulation: AccumulationSchedule, batch: GlobalBatch | None, data_size: int
-) -> None:
-    """Refuse windows that are too short for a strategy that runs their passes together.
-
-    Raises:
-        ConfigurationError: a window has too few micro-batches.
-    """
+) -> str | None:
+    """Return a sentence on windows that leave ranks idle under a strategy that runs their passes together, or None."""
     passes = strategy.window_passes
     if passes is None:
-        return
+        return None
     if batch is None:
-        passes.check(accumulation.sizes, f"accumulate_grad_batches={accumulation}")
-    elif isinstance(batch.micro_batch_size, int):
-        # Of full windows; the last one of an epoch may be shorter.
-        share = batch.samples // data_size
-        size = batch.micro_batch_size
-        passes.check((len(pieces_of(share, size)),), f"{batch} with micro_batch_size={size}")
+        return passes.remark(accumulation.sizes, f"accumulate_grad_batches={accumulation}")
+    if not isinstance(batch.micro_batch_size, int):
+        return None
+    # Of full windows; the last one of an epoch may be shorter.
+    share = batch.samples // data_size
+    size = batch.micro_batch_size
+    return passes.remark((len(pieces_of(share, size)),), f"{batch} with micro_batch_size={size}")
 
 
 def check_placed(strategy: Strategy, module: nn.Module, training: bool) -> None:

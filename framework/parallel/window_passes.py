@@ -38,16 +38,17 @@ class WindowPasses(NoArguments, ABC):
     computes_losses: bool = True
     """Whether this rank sees the outputs of the user's step. Known after ``Strategy.setup``."""
 
-    def check(self, sizes: Sequence[int], what: str) -> None:
-        """Refuse windows that are too short. Called before any process starts.
+    def remark(self, sizes: Sequence[int], what: str) -> str | None:
+        """Return a sentence on windows that leave ranks idle, to be shown once at the start of a fit; None without any.
 
         Args:
             sizes: the numbers of micro-batches that windows have.
-            what: the argument that gives them, for the message.
-
-        Raises:
-            ConfigurationError: one of them is.
+            what: the argument that gives them.
         """
+        return None
+
+    def begin(self) -> None:
+        """Prepare for the passes of a window; called on all ranks, also those without a micro-batch. Collective."""
 
     @abstractmethod
     def run(self, window: Window) -> None:

@@ -14,7 +14,7 @@ from ..core.wording import a_type
 from ..loop.recovering_step import check_strategy
 from ..parallel.resources import Resources
 from ..parallel.strategy import Strategy
-from ..parallel.strategy_checks import check_algorithm, check_placed, check_windows
+from ..parallel.strategy_checks import check_algorithm, check_placed
 from ..run.overrides import is_overridden, with_arity
 from .data_sources import check_given
 from .hook_names import check_data_module_names, check_module_names
@@ -49,7 +49,6 @@ def check_fit(
     check_sequences(module, "fit", resources)
     if settings.memory is not None and not is_overridden("configure_model", module):
         settings.memory.words_of(module)
-    check_windows(resources.strategy, settings.accumulation, settings.global_batch, resources.data_size)
     value, algorithm = settings.clipping
     shard = settings.shards_data
     if value is not None:

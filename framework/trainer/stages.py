@@ -18,6 +18,7 @@ from ..loop import evaluate, predict
 from ..metrics.hparams_text import hyperparameters_to_log
 from ..metrics.no_log import OUTSIDE_LOOPS
 from ..parallel.compilation import uncompiled
+from ..parallel.strategy_checks import remark_on_windows
 from ..report import add_to_report, finish_report
 from ..state import encode_known
 from ..system.console import terminal_columns
@@ -124,6 +125,10 @@ def _begin(session: Session, loop: FitLoop) -> None:
             f"The module's graph is not recorded: under strategy={run.strategy.name!r} a forward pass takes all ranks, "
             "and only rank 0 traces the module. Record it in a run with strategy='ddp' or on one device."
         )
+    settings = session.settings
+    size = run.world.data_size
+    if remark := remark_on_windows(run.strategy, settings.accumulation, settings.global_batch, size):
+        session.note(remark)
     if session.writes:
         _keep(session, CONFIG, configuration(session, loop))
         session.record_with(start_recording(session, loop))

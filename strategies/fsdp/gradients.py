@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -51,7 +51,11 @@ class ShardedGradients(GradientOperations):
 
     def norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients, from the ranks' shards in one reduction. Collective."""
-        return whole_norm(parameters, norm_type, self._world)
+        return whole_norm(parameters, norm_type, self._world, self._copies)
+
+    def _copies(self, parameter: Tensor) -> int:
+        """Return the number of ranks that hold the same shard of a parameter and its gradient."""
+        return copies_of(parameter, self._world.size)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
         """Scale this rank's shards of the gradients."""
@@ -81,15 +85,17 @@ def copies_of(tensor: Tensor, world_size: int) -> int:
 
 
 @torch.no_grad()
-def whole_norm(parameters: Iterable[Tensor], norm_type: float, world: World) -> Tensor:
+def whole_norm(
+    parameters: Iterable[Tensor], norm_type: float, world: World, number_of_copies: Callable[[Tensor], int]
+) -> Tensor:
     """Return the norm of all gradients together, a 0-d tensor, the same on all ranks. Collective.
 
     It is ``(sum over ranks and elements of |g|^p / copies)^(1/p)``, as ``copies`` ranks hold the same element. Sums
     are in float64, as a high power would leave the range of float32.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    wide = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
-    kept = [(part, copies_of(whole, world.size)) for whole in gradients if (part := local_of(whole)).numel()]
+    gradients = [(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None]
+    wide = torch.float64 if any(each.dtype == torch.float64 for each, _ in gradients) else torch.float32
+    kept = [(part, number_of_copies(whole)) for each, whole in gradients if (part := local_of(each)).numel()]
     device = kept[0][0].device if kept else world.device
     norms = torch.stack(_norms([part for part, _ in kept], norm_type, wide)).double() if kept else None
     if math.isinf(norm_type):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
-from ...framework.parallel.meta_device import Owner
-from .boxes import whole_of_parts
+from ...framework.parallel.meta_device import Owner, owners_of
+from .boxes import like, whole_of_parts
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -41,6 +43,35 @@ class Source:
             part._parameters[key] = parameter
         for held, position in self.lists:
             held[position] = parameter
+
+
+def take_away(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Source]:
+    """Replace the parameters of a module by parameters on the meta device; return the original ones."""
+    owners = owners_of(module)
+    places: dict[int, list[tuple[list[Any], int]]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                places.setdefault(id(parameter), []).append((group["params"], position))
+    sources = [
+        Source(name, parameter, owners[id(parameter)], places.get(id(parameter), []))
+        for name, parameter in module.named_parameters()
+    ]
+    for source in sources:
+        given = source.given
+        shape = torch.empty(given.shape, dtype=given.dtype, device="meta")
+        source.put(nn.Parameter(shape, requires_grad=given.requires_grad))
+    return sources
+
+
+def put_shard(source: Source, local: Tensor) -> nn.Parameter:
+    """Replace a sharded parameter on the meta device by one of which this rank holds ``local``."""
+    empty = source.now
+    assert isinstance(empty, DTensor)
+    parameter = nn.Parameter(like(empty, local), requires_grad=source.given.requires_grad)
+    parameter._fsdp_orig_uid = getattr(empty, "_fsdp_orig_uid", None)  # type: ignore[attr-defined]
+    source.put(parameter)
+    return parameter
 
 
 class Origins:

@@ -26,14 +26,14 @@ from ...framework.core.split_optimizer import optimizers_in
 from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
-from ...framework.parallel.meta_device import owners_of, replace_tensors, supplied_names
+from ...framework.parallel.meta_device import replace_tensors, supplied_names
 from ...framework.parallel.strategy import StepAdapter, StepFunction
 from ..limits import updates_full_parameters
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts
-from .boxes import box_in, box_of, like, local_of, whole_of_parts
+from .boxes import box_in, box_of, local_of, whole_of_parts
 from .full_updates import FullUpdates
 from .gathering import prepare_gathering
-from .initial import Origins, Source, allocate_buffers, check_buffers
+from .initial import Origins, Source, allocate_buffers, check_buffers, put_shard, take_away
 from .module_gradients import ModuleGradients
 from .outside import Context, OutsideCalls, explain_sharded
 from .state import carry_slots, shard_slots
@@ -87,7 +87,7 @@ class ShardedModel:
         later = supplied_names(module, supplied)
         origins = Origins(module, deferred, world, later)
         computed = allocate_buffers(module, world, later)
-        sources = self._take_away()
+        sources = take_away(module, self._optimizers)
         adapter: nn.Module = self.root
         self._footprint = Footprint(adapter)
         if sharding.tensor_mesh is not None:
@@ -115,24 +115,6 @@ class ShardedModel:
         return state
 
     # ---- building -------------------------------------------------------------------------------------------------
-
-    def _take_away(self) -> list[Source]:
-        """Replace the original parameters by parameters on the meta device; return the original ones."""
-        owners = owners_of(self.module)
-        places: dict[int, list[tuple[list[Any], int]]] = {}
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for position, parameter in enumerate(group["params"]):
-                    places.setdefault(id(parameter), []).append((group["params"], position))
-        sources = [
-            Source(name, parameter, owners[id(parameter)], places.get(id(parameter), []))
-            for name, parameter in self.module.named_parameters()
-        ]
-        for source in sources:
-            given = source.given
-            shape = torch.empty(given.shape, dtype=given.dtype, device="meta")
-            source.put(nn.Parameter(shape, requires_grad=given.requires_grad))
-        return sources
 
     def _split(self, sources: list[Source], mesh: DeviceMesh) -> None:
         """Split layers over the ranks of a tensor-parallel group; tied parameters stay tied. Collective."""
@@ -179,9 +161,7 @@ class ShardedModel:
                 local = box_in(whole, shape, offsets)
                 local = local.to(device, copy=True) if self.world.size > 1 else local.to(device).contiguous()
                 del whole  # before the next one takes memory
-            parameter = nn.Parameter(like(empty, local), requires_grad=source.given.requires_grad)
-            parameter._fsdp_orig_uid = getattr(empty, "_fsdp_orig_uid", None)  # type: ignore[attr-defined]
-            source.put(parameter)
+            parameter = put_shard(source, local)
             for optimizer in self._optimizers:
                 if id(source.given) in self._keep_full:
                     carry_slots(optimizer, source.given, parameter)

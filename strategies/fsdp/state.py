@@ -43,12 +43,12 @@ class ShardedState(CanonicalState):
         """Return this rank's shards of the parameters, and on rank 0 the buffers."""
         if self._reshard is not None:
             self._reshard()
-        return {
-            name: shard_of(tensor)
-            for name, tensor in state_tensors(module).items()
-            # Buffers may differ between ranks; those of one rank are consistent with each other.
-            if isinstance(tensor, DTensor) or self._world.rank == 0
-        }
+        return {name: shard_of(tensor) for name, tensor in state_tensors(module).items() if self._saves(tensor)}
+
+    def _saves(self, tensor: Tensor) -> bool:
+        """Whether this rank has a part of a tensor that is saved."""
+        # Buffers may differ between ranks; those of one rank are consistent with each other.
+        return isinstance(tensor, DTensor) or self._world.rank == 0
 
     @torch.no_grad()
     def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
@@ -58,6 +58,8 @@ class ShardedState(CanonicalState):
         own = state_tensors(module)
         for name, stored in tensors.items():
             tensor = own[name]
+            if tensor.is_meta:
+                continue
             if isinstance(tensor, DTensor):
                 shape, offsets = box_of(tensor)
                 local_of(tensor).copy_(stored.read_slice(offsets, shape))
@@ -135,6 +137,8 @@ def _plain(value: Any) -> Any:
 
 def slots_from_store(parameter: Tensor, slots: Slots) -> dict[str, Any]:
     """Return a parameter's optimizer state; of stored tensors this rank reads only its boxes."""
+    if parameter.is_meta:
+        return {}
     if not isinstance(parameter, DTensor):
         return join_slots({slot: slot_from_store(parameter, value) for slot, value in slots.items()})
     plain, quantized = grouped(slots)

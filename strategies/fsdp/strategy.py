@@ -35,6 +35,7 @@ from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_de
 from .model import ShardedModel, Sharding
 from .quantized import check_blocks
 from .recovery import ShardedRecovery, UniformModel, recovery_of_shards
+from .staged import sharded_stages
 from .state import ShardedState
 from .tensor import check_plan
 from .units import Units, check_units
@@ -117,8 +118,11 @@ class FSDPStrategy(Strategy):
     # ---- before the process group exists --------------------------------------------------------------------------
 
     def with_degrees(self, degrees: Degrees) -> Strategy:
-        """Return a strategy with the degrees of ``parallel=`` besides those of its own arguments."""
-        changed = super().with_degrees(degrees.joined(self.degrees, f"FSDPStrategy({as_arguments(self.degrees)})"))
+        """Return a strategy with the degrees of ``parallel=`` and of its own arguments: with ``pp``, a pipeline."""
+        degrees = degrees.joined(self.degrees, f"FSDPStrategy({as_arguments(self.degrees)})")
+        if "pp" in degrees.used:
+            return sharded_stages(self, degrees)
+        changed = super().with_degrees(degrees)
         assert isinstance(changed, FSDPStrategy)
         changed._use(changed.degrees)
         return changed
@@ -276,15 +280,11 @@ class FSDPStrategy(Strategy):
         """Broadcast rank 0's buffers. Collective."""
         share_buffers(module, self.world)
 
-    # ---- restoring the module -------------------------------------------------------------------------------------
-
     def restore(self, module: nn.Module) -> None:
         """Remove the hooks, and gather full weights on rank 0 or all ranks, or leave them sharded. Collective."""
         sharded = self._sharded
-        if sharded is None:
-            return
         self.teardown()
-        if self.gather_weights != "none" and self.world.size > 1:
+        if sharded is not None and self.gather_weights != "none" and self.world.size > 1:
             sharded.gather(everywhere=self.gather_weights == "all")
 
     def teardown(self) -> None:

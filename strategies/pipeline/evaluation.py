@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Evaluation:
         stages: the division of the model.
         calls: the blocks.
         hidden: knows the hidden states between stages.
+        gathered: returns the context of a step, in which this rank holds its stages in full.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Evaluation:
         stages: Stages,
         calls: BlockCalls,
         hidden: HiddenStates,
+        gathered: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._world, self._place, self._group = world, place, group
         self._stages, self._calls, self._hidden = stages, calls, hidden
+        self._gathered = gathered
         self._number = 0
         self._is_running = False
 
@@ -54,7 +58,8 @@ class Evaluation:
                 return step(*args, **kwargs)
             self._is_running = True
             try:
-                return self._run(lambda: step(*args, **kwargs))
+                with self._gathered():
+                    return self._run(lambda: step(*args, **kwargs))
             finally:
                 self._is_running = False
 

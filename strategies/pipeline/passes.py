@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...framework.core.errors import ConfigurationError, LoopError
+from ...framework.core.errors import LoopError
+from ...framework.core.wording import counted
 from ...framework.diagnostics.isolated_step import isolated
 from ...framework.distributed.world import World
 from ...framework.parallel.window_passes import Window, WindowPasses
@@ -18,7 +19,7 @@ from ...framework.parallel.zero_backward import tensors_in
 from .absent import Absent, no_value
 from .blocks import Stages
 from .calls import BlockCalls, PassEnded, StagePass, check_output, sendable
-from .schedules import Place, build
+from .schedules import Place, bubble, build
 from .streams import SharedDraws
 
 _MOST_SCHEDULES = 4
@@ -69,8 +70,11 @@ class PipelinePasses(WindowPasses):
         self._world, self._place, self._group = world, place, group
         self.computes_losses = place.stages - 1 in place.own
 
-    def set_up(self, module: Any, stages: Stages, calls: BlockCalls, hidden: HiddenStates) -> None:
-        """Run the passes of this module."""
+    def set_up(
+        self, module: Any, stages: Stages, calls: BlockCalls, hidden: HiddenStates, gather: Callable[[], None] | None
+    ) -> None:
+        """Run the passes of this module; ``gather`` gathers sharded parameters before those of a window."""
+        self._gather = gather
         self._module, self._stages, self._calls, self._hidden = module, stages, calls, hidden
         self._modules = [StageModule(self, stage) for stage in self._place.own]
         self._shapes: dict[Any, Tensor] = {}
@@ -81,16 +85,23 @@ class PipelinePasses(WindowPasses):
         self._module = None
         self._shapes, self._schedules, self._modules = {}, {}, []
 
-    def check(self, sizes: Sequence[int], what: str) -> None:
-        """Refuse windows with fewer micro-batches than a pipeline has ranks, which would leave ranks idle."""
-        if min(sizes) < self.ranks:
-            raise ConfigurationError(
-                f"{what} makes windows of {min(sizes)} micro-batches, fewer than the {self.ranks} ranks of a "
-                f"pipeline, some of which would always wait: use at least {self.ranks}, better "
-                f"{4 * self.ranks}, by accumulate_grad_batches, or a smaller micro_batch_size."
-            )
+    def remark(self, sizes: Sequence[int], what: str) -> str | None:
+        """Return a sentence on windows with fewer micro-batches than a pipeline has ranks, some of which wait."""
+        least, ranks = min(sizes), self.ranks
+        if least >= ranks:
+            return None
+        return (
+            f"{what} makes windows of {counted(least, 'micro-batch')} for a pipeline of {ranks} "
+            f"ranks, each of which waits {bubble(least, ranks):.0%} of the time. With {ranks}, all of them work at the "
+            f"same time; with {4 * ranks}, they wait {bubble(4 * ranks, ranks):.0%}."
+        )
 
     # ---- a window --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Gather the parameters of this rank's stages, if they are sharded. Collective."""
+        if self._gather is not None:
+            self._gather()
 
     def run(self, window: Window) -> None:
         """Run all passes of a window. Collective."""

@@ -23,7 +23,7 @@ class Kind:
         torch_name: the name of torch's class.
         takes_several: whether its ranks may have several stages each.
         is_v: whether the first and the last stage are on the same rank; stage ``s`` and ``last - s`` share one.
-        instead: the class for windows that the schedule does not divide into rounds; None if it runs any.
+        instead: the class for windows that the schedule does not run, such as short ones; None if it runs any.
     """
 
     torch_name: str
@@ -52,6 +52,11 @@ SCHEDULES = {
     "zero-bubble": Kind("ScheduleInterleavedZeroBubble", True, instead="ScheduleLoopedBFS"),
     "zero-bubble-v": Kind("ScheduleZBVZeroBubble", True, is_v=True),
 }
+
+
+def bubble(windows: int, ranks: int) -> float:
+    """Return the part of the time in which a rank with one stage waits, in a window of this many micro-batches."""
+    return (ranks - 1) / (windows + ranks - 1)
 
 
 def kind_named(name: Any) -> Kind:

@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...framework.checkpoint.stored_tensor import StoredTensors
-from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.optimizer_config import parameters_of
-from ...framework.core.quantized_state import join_slots, split_slots
 from ...framework.distributed.world import World
-from ...framework.parallel.canonical_state import (
-    CanonicalState,
-    Slots,
-    shard_if_tensor,
-    torch_state_dict,
-    whole_of,
-)
 from ...framework.parallel.full_tensors import whole_tensors
 from ...framework.parallel.meta_device import replace_tensors, tensors_of
-from ...framework.parallel.parameter_names import state_tensors
+from ..fsdp.state import ShardedState, shard_of
+from .schedules import Place
 
 
-class StagedState(CanonicalState):
-    """Saves and loads the tensors that this rank holds.
+class StagedState(ShardedState):
+    """Saves and loads the tensors that this rank holds, or its shards of them.
 
     Args:
         world: the ranks.
-        rank: the number of this rank in its pipeline.
-        last: the number of the rank that holds the last stage.
+        place: the stages of this rank.
         owners: by the ``id`` of a parameter or buffer, the number of the rank that holds it; None for one that all
             hold.
+        stride: the distance between two ranks of a pipeline.
+        free: frees gathered parameters, so that the module holds its shards; None if there are no shards.
     """
 
-    def __init__(self, world: World, rank: int, last: int, owners: Mapping[int, int | None]) -> None:
-        self._world, self._rank, self._last = world, rank, last
-        self._owners = owners
+    def __init__(
+        self,
+        world: World,
+        place: Place,
+        owners: Mapping[int, int | None],
+        stride: int,
+        free: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(world, free)
+        self._rank, self._last = place.rank, place.rank_of(place.stages - 1)
+        self._owners, self._stride = owners, stride
 
     def _saves(self, tensor: Tensor) -> bool:
-        """Whether this rank has the value of a tensor that is saved.
+        """Whether this rank has the value of a tensor, or a part of it, that is saved.
 
         Buffers that all ranks hold have it where the step runs to its end.
         """
@@ -51,64 +52,41 @@ class StagedState(CanonicalState):
             return owner in (None, self._rank)
         return self._world.data_rank == 0 and self._rank == (self._last if owner is None else owner)
 
-    def model_state(self, module: nn.Module) -> dict[str, Shard]:
-        """Return the tensors of this rank's stages, and those that all ranks hold."""
-        return {
-            name: Shard.whole(tensor.detach()) for name, tensor in state_tensors(module).items() if self._saves(tensor)
-        }
+    def _plain_of_owners(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        """Return the values that are not tensors with dims of all parameters, by position. Collective.
 
-    def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
-        """Load the tensors that this rank holds."""
-        own = state_tensors(module)
-        with torch.no_grad():
-            for name, stored in tensors.items():
-                tensor = own[name]
-                if not tensor.is_meta:
-                    tensor.copy_(stored.read())
-
-    def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
-        """Yield the state of the parameters that this rank holds, and the numbers of the others. Collective."""
-        own: dict[int, dict[str, Any]] = {}
-        for position, parameter in enumerate(parameters_of(optimizer)):
-            if slots := optimizer.state.get(parameter):
-                own[position] = {slot: shard_if_tensor(value) for slot, value in split_slots(slots).items()}
-        # Rank 0 writes the numbers of all parameters.
-        numbers = {
-            position: {slot: value for slot, value in slots.items() if not isinstance(value, Shard)}
-            for position, slots in own.items()
+        Rank 0 writes them.
+        """
+        own = {
+            position: {slot: value for slot, value in slots.items() if not (isinstance(value, Tensor) and value.dim())}
+            for position, parameter in enumerate(parameters_of(optimizer))
+            if (slots := optimizer.state.get(parameter))
         }
-        others = {
-            position: slots for each in self._world.all_gather_object(numbers) for position, slots in each.items()
-        }
-        for position, parameter in enumerate(parameters_of(optimizer)):
-            if position in own or position in others:
-                yield parameter, own.get(position) or others[position]
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
-        """Load the state of the parameters that this rank holds."""
-        own = [
-            {} if parameter.is_meta else join_slots({slot: whole_of(value) for slot, value in slots.items()})
-            for parameter, slots in zip(parameters_of(optimizer), state, strict=True)
-        ]
-        optimizer.load_state_dict(torch_state_dict(optimizer, own, groups))
+        return {position: slots for each in self._world.all_gather_object(own) for position, slots in each.items()}
 
     @torch.no_grad()
     def gather(self, module: nn.Module) -> None:
-        """Give rank 0 the tensors of all stages. Collective."""
+        """Give rank 0 the tensors of all stages. Other ranks keep those that they hold in full. Collective."""
         named = dict(tensors_of(module))
-        shards = {name: Shard.whole(tensor.detach()) for name, tensor in named.items() if self._saves(tensor)}
+        shards = {name: shard_of(tensor) for name, tensor in named.items() if self._saves(tensor)}
         found: dict[str, Tensor] = {}
         for name, whole in whole_tensors(shards, self._world):
-            if self._world.is_global_zero and name not in shards:
+            if self._world.is_global_zero and (name not in shards or isinstance(named[name], DTensor)):
                 found[name] = whole.to(self._world.device)
-        replace_tensors(module, lambda name, tensor: found.get(name))
+
+        def held(name: str, tensor: Tensor) -> Tensor | None:
+            if isinstance(tensor, DTensor) and name not in found:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            return found.get(name)
+
+        replace_tensors(module, held)
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
         """Send buffers from the rank that holds their values to all ranks. Collective."""
         for buffer in module.buffers():
             owner = self._owners.get(id(buffer))
-            source = self._last if owner is None else owner
+            source = (self._last if owner is None else owner) * self._stride
             sent = self._world.broadcast(buffer.detach().contiguous(), source)
             if sent.data_ptr() != buffer.data_ptr():
                 buffer.copy_(sent)

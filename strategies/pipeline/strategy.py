@@ -6,16 +6,20 @@ Model Training on GPU Clusters" (1F1B, interleaved); Qi et al. 2023, "Zero Bubbl
 
 The blocks are divided into stages. All ranks of a pipeline hold what is outside of the blocks, such as embeddings and
 heads, and sum its gradients, so that tied weights and parameters used on several stages are exact.
+
+With ``dp_shard``, ranks that hold the same stages share their parameters, gradients and optimizer state, and with
+``tp`` the computation of their layers: see ``shards.py``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from ...framework.api.overriding import is_overridden
@@ -30,13 +34,16 @@ from ...framework.parallel.gradient_operations import GradientOperations
 from ...framework.parallel.meta_device import fill_from_rank_zero, replace_tensors, supplied_names
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ...framework.parallel.sync_batch_norm import is_collective
+from ..fsdp.tensor import check_plan
 from ..limits import check_independent
 from .blocks import Stages, divide
 from .calls import BlockCalls
 from .evaluation import Evaluation
 from .gradients import StagedGradients
+from .mesh import StageMesh, build_mesh
 from .passes import HiddenStates, PipelinePasses
 from .schedules import Place, kind_named
+from .shards import StageShards, check_sharded
 from .state import StagedState
 
 
@@ -45,7 +52,8 @@ class PipelineStrategy(Strategy):
 
     Which blocks: those that the method ``configure_pipeline`` of the module returns, in the order of their calls, or
     else the largest list of repeated blocks. The number of ranks of a pipeline is ``parallel={"pp": ...}``; by default
-    all ranks are one pipeline. With ``dp_replicate`` there are several, which average their gradients.
+    all ranks are one pipeline. With ``dp_replicate`` there are several, which average their gradients; with
+    ``dp_shard`` there are several that share the state of each stage; with ``tp`` each layer has several ranks.
 
     Args:
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"`` or ``"zero-bubble-v"``.
@@ -56,7 +64,7 @@ class PipelineStrategy(Strategy):
     """
 
     name = "pipeline"
-    axes = ("dp_replicate", "pp")
+    axes = ("dp_replicate", "dp_shard", "tp", "pp")
     degrees = Degrees(pp=-1)
     traits = Traits(shards_state=True)
     prevents_compiling = "pass some blocks over to other ranks in a pipeline: leave compile out"
@@ -82,8 +90,10 @@ class PipelineStrategy(Strategy):
             )
         self.window_passes = PipelinePasses()
         self._layout: Layout
+        self._mesh: StageMesh
         self._place: Place
         self._stages: Stages | None = None
+        self._shards: StageShards | None = None
         self._calls: BlockCalls | None = None
         self._evaluation: Evaluation | None = None
 
@@ -101,7 +111,11 @@ class PipelineStrategy(Strategy):
         given = degrees.given
         if "pp" not in given and -1 not in given.values():
             degrees = Degrees(**given, pp=-1)
-        return super().with_degrees(degrees)
+        changed = super().with_degrees(degrees)
+        # Parameters are gathered for each step of an evaluation, and layers that are split communicate.
+        together = "dp_shard" in degrees.used or "tp" in degrees.used
+        changed.traits = Traits(shards_state=True, forward_has_collectives=together)
+        return changed
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a number of ranks that pipelines do not divide, and a precision that changes how layers compute."""
@@ -131,6 +145,10 @@ class PipelineStrategy(Strategy):
                 "micro-batches at a time, which training_step cannot order. Use automatic optimization, or "
                 "strategy='fsdp'."
             )
+        if "tp" in self.degrees.used:
+            check_plan(module, self.degrees.tp or 1)
+        if "tp" in self.degrees.used or "dp_shard" in self.degrees.used:
+            check_sharded(module, ())
         if not is_overridden("configure_model", module, TrainModule):
             self._divide(module)
 
@@ -138,10 +156,9 @@ class PipelineStrategy(Strategy):
         """Join the process group, select the device and build the groups of ranks. Collective."""
         world = super().connect(device_type, num_nodes, precision)
         self._layout = layout = self._lay_out(world.size)
-        mesh = init_device_mesh(world.device.type, (layout.data_size, layout.pp), mesh_dim_names=("dp_replicate", "pp"))
-        self._pipeline, self._replicas = mesh.get_group("pp"), mesh.get_group("dp_replicate")
-        self._place = Place(self._kind, layout.pp, self.stages_per_rank, dist.get_rank(self._pipeline))
-        self.window_passes.connect(world, self._place, self._pipeline)
+        self._mesh = mesh = build_mesh(layout, world)
+        self._place = Place(self._kind, layout.pp, self.stages_per_rank, dist.get_rank(mesh.pipeline))
+        self.window_passes.connect(world, self._place, mesh.pipeline)
         return world
 
     # ---- a module and its optimizers ------------------------------------------------------------------------------
@@ -196,16 +213,24 @@ class PipelineStrategy(Strategy):
                     "pipeline do not hold: use torch.optim.AdamW, or strategy='fsdp'."
                 )
         self._check_layers(module)
-        stages = self._stages = self._stages or self._divide(module)
-        place, ranks = self._place, {stage: self._place.rank_of(stage) for stage in range(stages.count)}
-        owners = {key: None if home is None else ranks[home] for key, home in stages.homes(module).items()}
+        stages, place, mesh = self._stages or self._divide(module), self._place, self._mesh
         held = {number for number in range(len(stages.blocks)) if stages.stage_of(number) in place.own}
+        self._stages, shards = stages, None
+        gather: Callable[[], None] | None = None
+        gathered: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if mesh.data is not None:
+            check_sharded(module, optimizers)
+            own = [stages.blocks[number] for number in sorted(held)]
+            self._shards = shards = StageShards(module, optimizers, own, mesh, self.world)
+            gather, gathered = shards.gather, shards.gathered
+        ranks = {stage: place.rank_of(stage) for stage in range(stages.count)}
+        owners = {key: None if home is None else ranks[home] for key, home in stages.homes(module).items()}
         self._calls = calls = BlockCalls(stages, held)
         hidden = HiddenStates(module, calls, min(held))
-        self.gradients = StagedGradients(self.world, self._pipeline, self._replicas, owners)
-        self.state = StagedState(self.world, place.rank, place.rank_of(stages.count - 1), owners)
-        self._evaluation = Evaluation(self.world, place, self._pipeline, stages, calls, hidden)
-        self.window_passes.set_up(module, stages, calls, hidden)
+        self.gradients = StagedGradients(self.world, mesh, owners, shards)
+        self.state = StagedState(self.world, place, owners, mesh.stride, None if shards is None else shards.free)
+        self._evaluation = Evaluation(self.world, place, mesh.pipeline, stages, calls, hidden, gathered)
+        self.window_passes.set_up(module, stages, calls, hidden, gather)
         return list(optimizers)
 
     def _check_layers(self, module: nn.Module) -> None:
@@ -225,6 +250,12 @@ class PipelineStrategy(Strategy):
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return the step itself for training, where ``window_passes`` runs it; else one that passes the stages."""
         return step if training or self._evaluation is None else self._evaluation.route(step)
+
+    def trainability_changed(self, module: nn.Module) -> bool:
+        """Apply changes of ``requires_grad`` since set-up; return False."""
+        if self._shards is not None:
+            self._shards.refresh()
+        return False
 
     def zero_backward(self) -> None:
         """Do nothing: ``reduce_gradients`` takes zero for the gradients that this rank has not computed."""
@@ -252,6 +283,8 @@ class PipelineStrategy(Strategy):
         """Restore ``forward`` of the blocks; the module keeps the weights of this rank's stages."""
         if self._calls is not None:
             self._calls.remove()
+        if self._shards is not None:
+            self._shards.take_off()
         self.window_passes.release()
-        self._calls = self._evaluation = self._stages = None
+        self._calls = self._evaluation = self._stages = self._shards = None
         self.gradients, self.state = GradientOperations(), CanonicalState()

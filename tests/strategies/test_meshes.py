@@ -9,7 +9,13 @@ import torch
 from mesh_table import TOLERANCE, Mesh, deviation, outcomes
 
 STEPS = 6
-SHARED = [Mesh("ddp", 2, "cp=2"), Mesh("fsdp", 2, "cp=2"), Mesh("ddp", 2, "tp=2")]
+SHARED = [
+    Mesh("ddp", 2, "cp=2"),
+    Mesh("fsdp", 2, "cp=2"),
+    Mesh("ddp", 2, "tp=2"),
+    Mesh("pipeline", 4, "pp=2,dp_shard=2"),
+    Mesh("pipeline", 4, "pp=2,tp=2"),
+]
 
 
 @pytest.mark.parametrize("mesh", [*SHARED, Mesh("fsdp", 4, "cp=2,tp=2")], ids=str)
@@ -32,6 +38,10 @@ def test_a_resumed_run_is_the_same_bit_by_bit(mesh: Mesh, tmp_path: Path) -> Non
         (Mesh("ddp", 2, "cp=2"), Mesh("fsdp", 2, "tp=2")),
         (Mesh("ddp", 2, "tp=2"), Mesh("fsdp", 4, "cp=2")),
         (Mesh("fsdp", 2, "cp=2"), Mesh("single", 1)),
+        (Mesh("pipeline", 4, "pp=2,dp_shard=2"), Mesh("fsdp", 2)),
+        (Mesh("fsdp", 2), Mesh("pipeline", 4, "pp=2,dp_shard=2")),
+        (Mesh("single", 1), Mesh("pipeline", 4, "pp=2,tp=2")),
+        (Mesh("pipeline", 4, "pp=2,tp=2"), Mesh("pipeline", 2, "pp=2")),
     ],
     ids=str,
 )

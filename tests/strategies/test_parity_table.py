@@ -21,8 +21,7 @@ STEPS = 8
 
 
 def test_the_table_has_every_strategy() -> None:
-    # `deepspeed` is zero2, and zero1-offload steps as zero2-offload does. Pipelines need windows of several
-    # micro-batches: test_pipeline.py compares them.
+    # `deepspeed` is zero2, and zero1-offload steps as zero2-offload does. test_pipeline.py compares pipelines.
     variants = {"auto", "ddp_find_unused_parameters_true", "deepspeed", "zero1-offload", "pipeline"}
     assert set(REGISTERED) - variants <= set(STRATEGIES)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
+from phalanx.framework.core.degrees import resolve_degrees
 from phalanx.strategies import PipelineStrategy
 
 STEPS, GLOBAL_BATCH, CLIP = 20, 8, 0.5
@@ -22,15 +22,17 @@ ROWS = GLOBAL_BATCH * STEPS
 SCHEDULES = [("gpipe", 4), ("1f1b", 5), ("interleaved-1f1b", 4), ("zero-bubble", 4), ("zero-bubble-v", 5)]
 
 
-def trainer_on(ranks: int, schedule: str, pp: int, **settings: Any) -> Any:
+def trainer_on(ranks: int, schedule: str, parallel: str, **settings: Any) -> Any:
     strategy = PipelineStrategy(schedule)
-    return silent_trainer(devices=ranks, strategy=strategy, parallel={"pp": pp}, **settings)
+    return silent_trainer(devices=ranks, strategy=strategy, parallel=parallel, **settings)
 
 
-def trained(schedule: str, blocks: int, ranks: int, pp: int, window: int) -> tuple[list[float], float | None]:
+def trained(schedule: str, blocks: int, ranks: int, parallel: str, window: int) -> tuple[list[float], float | None]:
     module = LanguageModel(blocks=blocks)
-    trainer = trainer_on(ranks, schedule, pp, max_steps=STEPS, accumulate_grad_batches=window, gradient_clip_val=CLIP)
-    trainer.fit(module, token_loader(ROWS, batch_size=GLOBAL_BATCH // (ranks // pp) // window))
+    settings = {"max_steps": STEPS, "accumulate_grad_batches": window, "gradient_clip_val": CLIP}
+    trainer = trainer_on(ranks, schedule, parallel, **settings)
+    shards = trainer.fabric.resources.data_size
+    trainer.fit(module, token_loader(ROWS, batch_size=GLOBAL_BATCH // shards // window))
     losses = list(module.losses)
     return losses, None if is_partial(module) else module.loss(tokens(64, seed=5)).item()
 
@@ -52,26 +54,52 @@ def by_hand(blocks: int) -> tuple[list[float], float]:
     return losses, module.loss(tokens(64, seed=5)).item()
 
 
-def check(results: Sequence[tuple[list[float], float | None]], blocks: int, pp: int, window: int) -> None:
+def check(schedule: str, blocks: int, ranks: int, parallel: str, window: int) -> None:
     """Compare the losses of all steps, and that of the final weights, with those of plain torch."""
+    results = run_on_ranks(ranks, trained, schedule, blocks, ranks, parallel, window, timeout=120.0)
+    layout = resolve_degrees(parallel).lay_out(ranks)
     # The first rank of each pipeline computes the losses, and rank 0 has all weights in the end.
-    of_pipelines = [torch.tensor(losses).view(-1, window).mean(1) for losses, _ in results[::pp]]
+    of_pipelines = [torch.tensor(losses).view(-1, window).mean(1) for losses, _ in results[:: layout.copies]]
     losses, final = by_hand(blocks)
     torch.testing.assert_close(torch.stack(of_pipelines).mean(0), torch.tensor(losses), rtol=1e-5, atol=0)
     assert results[0][1] == pytest.approx(final, rel=1e-5)
-    assert all(losses == [] for rank, (losses, _) in enumerate(results) if rank % pp)
+    assert all(losses == [] for rank, (losses, _) in enumerate(results) if rank // layout.tp % layout.pp)
 
 
 @pytest.mark.parametrize(("schedule", "blocks"), SCHEDULES)
 def test_each_schedule_trains_as_one_process(schedule: str, blocks: int) -> None:
-    check(run_on_ranks(2, trained, schedule, blocks, 2, 2, 4), blocks, pp=2, window=4)
+    check(schedule, blocks, 2, "pp=2", 4)
 
 
 @pytest.mark.parametrize(
     ("schedule", "pp", "window"), [("1f1b", 2, 2), ("1f1b", 4, 8), ("gpipe", 2, 4), ("zero-bubble", 4, 4)]
 )
 def test_four_ranks_train_as_one_process(schedule: str, pp: int, window: int) -> None:
-    check(run_on_ranks(4, trained, schedule, 4, 4, pp, window), 4, pp, window)
+    check(schedule, 4, 4, f"pp={pp},dp_replicate={4 // pp}", window)
+
+
+@pytest.mark.parametrize(("schedule", "blocks"), SCHEDULES)
+def test_a_window_of_one_micro_batch_trains_as_one_process(schedule: str, blocks: int) -> None:
+    check(schedule, blocks, 2, "pp=2", 1)
+
+
+@pytest.mark.parametrize(("schedule", "window"), [("1f1b", 2), ("zero-bubble", 1)])
+def test_a_window_smaller_than_the_pipeline_trains_as_one_process(schedule: str, window: int) -> None:
+    check(schedule, 4, 4, "pp=4", window)
+
+
+@pytest.mark.parametrize(("schedule", "blocks"), SCHEDULES)
+def test_sharded_stages_train_as_one_process(schedule: str, blocks: int) -> None:
+    check(schedule, blocks, 4, "pp=2,dp_shard=2", 4 if schedule != "1f1b" else 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
+def test_stages_of_split_layers_train_as_one_process(schedule: str) -> None:
+    check(schedule, 4, 4, "pp=2,tp=2", 4)
+
+
+def test_stages_that_are_split_and_sharded_train_as_one_process() -> None:
+    check("1f1b", 2, 8, "pp=2,tp=2,dp_shard=2", 4)
 
 
 # ---- windows of uneven weights and shapes ---------------------------------------------------------------------------
@@ -116,9 +144,9 @@ def ragged() -> list[Tensor]:
     return [rows[number : number + size, :length] for number, (size, length) in enumerate(shapes)]
 
 
-def trained_ragged(pp: int, ranks: int) -> tuple[Tensor | None, dict[str, float]]:
+def trained_ragged(parallel: str, ranks: int) -> tuple[Tensor | None, dict[str, float]]:
     module = Weighted(blocks=4)
-    trainer = trainer_on(ranks, "1f1b", pp, max_epochs=2, accumulate_grad_batches=5, gradient_clip_val=CLIP)
+    trainer = trainer_on(ranks, "1f1b", parallel, max_epochs=2, accumulate_grad_batches=5, gradient_clip_val=CLIP)
     batches = ragged()
     trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -147,11 +175,13 @@ def ragged_by_hand(ranks: int) -> tuple[Tensor, dict[str, float]]:
     return weights_of(module), {"val": mean, "rows": float(rows)}
 
 
-@pytest.mark.parametrize(("ranks", "pp"), [(2, 2), (4, 2)])
-def test_uneven_windows_and_evaluation_are_exact(ranks: int, pp: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(2, "pp=2"), (4, "pp=2,dp_replicate=2"), (4, "pp=2,dp_shard=2"), (4, "pp=2,tp=2")]
+)
+def test_uneven_windows_and_evaluation_are_exact(ranks: int, parallel: str) -> None:
     # Windows with micro-batches of several shapes, one without a loss, and on two pipelines one without data.
-    results = run_on_ranks(ranks, trained_ragged, pp, ranks)
-    weights, metrics = ragged_by_hand(ranks // pp)
+    results = run_on_ranks(ranks, trained_ragged, parallel, ranks)
+    weights, metrics = ragged_by_hand(resolve_degrees(parallel).lay_out(ranks).data_size)
     assert results[0][0] is not None
     torch.testing.assert_close(results[0][0], weights, rtol=1e-5, atol=1e-6)
     for _, seen in results:
@@ -186,7 +216,9 @@ def denoised(ranks: int, schedule: str | None, dropout: float, seed: int = 0) ->
     torch.manual_seed(seed)
     module = Denoiser(dropout)
     settings: dict[str, Any] = {"max_steps": 6, "accumulate_grad_batches": 4}
-    trainer = silent_trainer(devices=1, **settings) if schedule is None else trainer_on(ranks, schedule, 2, **settings)
+    trainer = (
+        silent_trainer(devices=1, **settings) if schedule is None else trainer_on(ranks, schedule, "pp=2", **settings)
+    )
     trainer.fit(module, token_loader(24 * 4))
     return module.losses
 
@@ -233,7 +265,7 @@ class OfMasks(TrainModule):
 def masks() -> int:
     """Return the number of different masks on both ranks, of one step of two micro-batches."""
     module = OfMasks()
-    trainer_on(2, "1f1b", 2, max_steps=1, accumulate_grad_batches=2).fit(
+    trainer_on(2, "1f1b", "pp=2", max_steps=1, accumulate_grad_batches=2).fit(
         module, DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=4)
     )
     mine = torch.stack([mask for block in module.masked for mask in block.seen])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx import Fabric, TrainModule
 from phalanx.errors import ConfigurationError, LoopError, UnknownNameError
-from phalanx.strategies import PipelineStrategy
+from phalanx.strategies import FSDPStrategy, PipelineStrategy
 
 
 def fit(module: Any, data: Any = None, strategy: Any = "pipeline", ranks: int = 2, **settings: Any) -> None:
@@ -43,22 +43,20 @@ class Unlisted(Regressor):
         ),
         (lambda: fit(LanguageModel(1)), ["LanguageModel has no list of repeated blocks", "configure_pipeline"]),
         (lambda: fit(Unlisted(), loader()), ["configure_pipeline returned str", "list of the blocks"]),
-        (
-            lambda: fit(LanguageModel(4), ranks=4, accumulate_grad_batches=2),
-            ["accumulate_grad_batches=2 makes windows of 2 micro-batches", "the 4 ranks", "at least 4, better 16"],
-        ),
-        (
-            lambda: fit(LanguageModel(4), ranks=4, accumulate_grad_batches=1, global_batch_size=8, micro_batch_size=4),
-            ["micro_batch_size=4 makes windows of 2 micro-batches", "at least 4"],
-        ),
         (lambda: fit(LanguageModel(), ranks=1), ["1 rank in a pipeline", "devices=2", "'single'"]),
         (
             lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 1}),
             ["1 rank in a pipeline", "{'pp': ...} out of 1, 2, 4, but 1", "'ddp'"],
         ),
         (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 3}), ["pp=3", "1, 2, 4"]),
-        (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "tp": 2}), ["takes dp_replicate and pp", "tp out"]),
+        (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "cp": 2}), ["dp_shard, tp and pp", "cp out"]),
         (lambda: fit(LanguageModel(), strategy="ddp", parallel={"pp": 2}), ["strategy='pipeline'"]),
+        (
+            lambda: fit(LanguageModel(), ranks=4, strategy=FSDPStrategy(units=2, prefetch=1), parallel={"pp": 2}),
+            ["FSDPStrategy(units=..., prefetch=...)", "leave pp out"],
+        ),
+        (lambda: fit(LanguageModel(), ranks=4, strategy="hsdp", parallel={"pp": 2}), ["FSDPStrategy(replicas=...)"]),
+        (lambda: fit(LanguageModel(), ranks=4, strategy="fsdp", parallel={"pp": 4}), ["2 blocks", "use 2 stages"]),
         (lambda: fit(Manual(), accumulate_grad_batches=1), ["automatic_optimization = False", "fsdp"]),
         (
             lambda: fit(LanguageModel(), accumulate_grad_batches=1, global_batch_size=8, micro_batch_size="auto"),

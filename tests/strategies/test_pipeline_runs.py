@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from phalanx.callbacks import EMAWeightAveraging
 from phalanx.errors import NonFiniteError
 from phalanx.strategies import PipelineStrategy
 
+SHARDED = "pp=2,dp_shard=2"
+MESHES = [(2, "pp=2"), (4, SHARDED)]
 
-def pipelined(ranks: int = 2, schedule: str = "1f1b", **settings: Any) -> Any:
+
+def pipelined(ranks: int = 2, schedule: str = "1f1b", parallel: str = "pp=2", **settings: Any) -> Any:
     strategy = PipelineStrategy(schedule)
     arguments = {"accumulate_grad_batches": 4, "max_steps": 4, **settings}
-    return silent_trainer(devices=ranks, strategy=strategy, parallel={"pp": 2}, **arguments)
+    return silent_trainer(devices=ranks, strategy=strategy, parallel=parallel, **arguments)
 
 
 class Plain(LanguageModel):
@@ -52,19 +57,29 @@ def rows_loader(count: int = 30) -> DataLoader[Any]:
 # ---- evaluation ----------------------------------------------------------------------------------------------------
 
 
-def evaluated(ranks: int, schedule: str) -> tuple[float, list[Any]]:
-    trainer = pipelined(ranks, schedule)
+def evaluated(ranks: int, schedule: str, parallel: str) -> tuple[float, list[Any]]:
+    trainer = pipelined(ranks, schedule, parallel)
     module = Plain()
     (metrics,) = trainer.validate(module, rows_loader(), verbose=False)
     return metrics["val"], trainer.predict(Plain(), rows_loader())
 
 
 @pytest.mark.parametrize(
-    ("ranks", "schedule"), [(2, "1f1b"), (2, "interleaved-1f1b"), (2, "zero-bubble-v"), (4, "1f1b")]
+    ("ranks", "schedule", "parallel"),
+    [
+        (2, "1f1b", "pp=2"),
+        (2, "interleaved-1f1b", "pp=2"),
+        (2, "zero-bubble-v", "pp=2"),
+        (4, "1f1b", "pp=2"),
+        (4, "1f1b", SHARDED),
+        (4, "interleaved-1f1b", "pp=2,tp=2"),
+    ],
 )
-def test_evaluation_and_prediction_without_a_fit_are_those_of_one_process(ranks: int, schedule: str) -> None:
+def test_evaluation_and_prediction_without_a_fit_are_those_of_one_process(
+    ranks: int, schedule: str, parallel: str
+) -> None:
     module, rows = Plain(), tokens(30, seed=9)
-    for value, outputs in run_on_ranks(ranks, evaluated, ranks, schedule):
+    for value, outputs in run_on_ranks(ranks, evaluated, ranks, schedule, parallel):
         assert value == pytest.approx(module.loss(rows).item(), rel=1e-5)
         assert torch.equal(torch.cat(outputs), module(rows).argmax(-1))
 
@@ -72,14 +87,15 @@ def test_evaluation_and_prediction_without_a_fit_are_those_of_one_process(ranks:
 # ---- averages ------------------------------------------------------------------------------------------------------
 
 
-def averaged(folder: str) -> list[float]:
+def averaged(folder: str, ranks: int, parallel: str) -> list[float]:
     module = Plain()
-    trainer = pipelined(2, callbacks=[EMAWeightAveraging(decay=0.5)], default_root_dir=folder)
-    trainer.fit(module, token_loader(4 * 4 * 2, batch_size=2))
+    trainer = pipelined(ranks, parallel=parallel, callbacks=[EMAWeightAveraging(decay=0.5)], default_root_dir=folder)
+    trainer.fit(module, token_loader(4 * 4 * 2, batch_size=2 // (ranks // 2)))
     return [] if any(each.is_meta for each in module.parameters()) else [module.loss(tokens(16, seed=5)).item()]
 
 
-def test_an_average_of_weights_is_that_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "parallel"), MESHES)
+def test_an_average_of_weights_is_that_of_one_process(ranks: int, parallel: str, tmp_path: Path) -> None:
     module, rows = Plain(), tokens(32)
     optimizer = module.configure_optimizers()
     average: list[Tensor] = []
@@ -94,7 +110,21 @@ def test_an_average_of_weights_is_that_of_one_process(tmp_path: Path) -> None:
             parameter.copy_(value)
     expected = module.loss(tokens(16, seed=5)).item()
 
-    assert run_on_ranks(2, averaged, str(tmp_path))[0] == pytest.approx([expected], rel=1e-5)
+    assert run_on_ranks(ranks, averaged, str(tmp_path), ranks, parallel)[0] == pytest.approx([expected], rel=1e-5)
+
+
+def shown(window: int, schedule: str) -> str:
+    text = io.StringIO()
+    with redirect_stdout(text), redirect_stderr(text):
+        pipelined(2, schedule, accumulate_grad_batches=window, max_steps=1).fit(Plain(), token_loader(16, batch_size=2))
+    return text.getvalue()
+
+
+def test_waiting_of_ranks_is_shown_once_at_the_start() -> None:
+    first, second = run_on_ranks(2, shown, 1, "1f1b")
+    assert first.count("windows of 1 micro-batch for a pipeline of 2 ranks") == 1
+    assert "waits 50% of the time" in first
+    assert "a pipeline of" not in second + run_on_ranks(2, shown, 2, "1f1b")[0]
 
 
 # ---- losses, hooks and stops ---------------------------------------------------------------------------------------
@@ -137,9 +167,9 @@ class Broken(Plain):
         return loss * math.nan if batch_idx == 5 else loss
 
 
-def broken(policy: str) -> tuple[str, list[float], int]:
+def broken(policy: str, ranks: int, parallel: str) -> tuple[str, list[float], int]:
     module = Broken()
-    trainer = pipelined(2, nonfinite=policy)
+    trainer = pipelined(ranks, parallel=parallel, nonfinite=policy)
     try:
         trainer.fit(module, token_loader(64, batch_size=2))
     except NonFiniteError as error:
@@ -148,23 +178,28 @@ def broken(policy: str) -> tuple[str, list[float], int]:
     return "", [float(each.detach().abs().sum()) for each in held], trainer.global_step
 
 
-def test_a_loss_that_is_not_finite_raises_or_skips_on_all_ranks() -> None:
-    for message, _, steps in run_on_ranks(2, broken, "raise"):
+@pytest.mark.parametrize(("ranks", "parallel"), MESHES)
+def test_a_loss_that_is_not_finite_raises_or_skips_on_all_ranks(ranks: int, parallel: str) -> None:
+    for message, _, steps in run_on_ranks(ranks, broken, "raise", ranks, parallel):
         assert "nan" in message
         assert steps == 1
-    for _, sums, steps in run_on_ranks(2, broken, "skip"):
+    for _, sums, steps in run_on_ranks(ranks, broken, "skip", ranks, parallel):
         assert all(map(math.isfinite, sums))
         assert steps == 4
 
 
-def in_mixed_precision(precision: str) -> list[float]:
+def in_mixed_precision(precision: str, ranks: int, parallel: str) -> list[float]:
     module = Plain()
-    pipelined(2, precision=precision, max_steps=8).fit(module, token_loader(64, batch_size=2))
+    trainer = pipelined(ranks, parallel=parallel, precision=precision, max_steps=8)
+    trainer.fit(module, token_loader(64, batch_size=2 // trainer.fabric.resources.data_size))
     return module.losses
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision_trains_close_to_fp32(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "ranks", "parallel"),
+    [("bf16-mixed", 2, "pp=2"), ("16-mixed", 2, "pp=2"), ("16-mixed", 4, SHARDED), ("bf16-mixed", 4, "pp=2,tp=2")],
+)
+def test_mixed_precision_trains_close_to_fp32(precision: str, ranks: int, parallel: str) -> None:
     module = Plain()
     losses = []
     optimizer = module.configure_optimizers()
@@ -174,7 +209,8 @@ def test_mixed_precision_trains_close_to_fp32(precision: str) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    found = torch.tensor(run_on_ranks(2, in_mixed_precision, precision)[0]).view(-1, 4).mean(1)
+    results = [losses for losses in run_on_ranks(ranks, in_mixed_precision, precision, ranks, parallel) if losses]
+    found = torch.tensor(results).mean(0).view(-1, 4).mean(1)
     torch.testing.assert_close(found, torch.tensor(losses), rtol=2e-2, atol=0)
 
 

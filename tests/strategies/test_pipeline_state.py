@@ -16,8 +16,8 @@ from phalanx.callbacks import ModelCheckpoint
 from phalanx.strategies import PipelineStrategy
 
 STEPS, HALF, WINDOW = 8, 4, 4
-LAYOUTS: dict[str, tuple[int, int]] = {"single": (1, 1), "ddp": (2, 2), "fsdp": (2, 2), "pipeline": (2, 1)}
-"""For each strategy, the number of ranks, and of those that read different data."""
+LAYOUTS: dict[str, tuple[int, int]] = {"": (2, 1), "pp=2,dp_shard=2": (4, 2), "pp=2,tp=2": (4, 1)}
+"""For each mesh of a pipeline, the number of ranks, and of those that read different data."""
 
 
 class Dropping(LanguageModel):
@@ -29,13 +29,16 @@ class Dropping(LanguageModel):
             block.register_forward_hook(lambda part, args, output: nn.functional.dropout(output, rate))
 
 
-def fitted(strategy: Any, ranks: int, shards: int, steps: int, folder: str, start: str | None, rate: float) -> Any:
+def fitted(
+    strategy: Any, parallel: str, ranks: int, shards: int, steps: int, folder: str, start: str | None, rate: float
+) -> Any:
     """Train up to a step, save there, and return the losses of each step and the weights that this rank holds."""
     module = Dropping(rate)
     name = strategy if isinstance(strategy, str) else strategy.name
     trainer = silent_trainer(
         devices=ranks,
         strategy=strategy,
+        parallel=parallel or None,
         max_steps=steps,
         accumulate_grad_batches=WINDOW,
         gradient_clip_val=0.5,
@@ -53,16 +56,18 @@ def fitted(strategy: Any, ranks: int, shards: int, steps: int, folder: str, star
 def run(
     name: str, steps: int, folder: Path, start: str | None = None, rate: float = 0.0
 ) -> tuple[list[float], Any, str]:
-    ranks, shards = LAYOUTS[name.partition(":")[0]]
+    name, _, parallel = name.partition(" ")
+    ranks, shards = LAYOUTS[parallel] if name.startswith("pipeline") else (1, 1) if name == "single" else (2, 2)
     strategy = PipelineStrategy(name.partition(":")[2] or "1f1b") if name.startswith("pipeline") else name
-    results = run_on_ranks(ranks, fitted, strategy, ranks, shards, steps, str(folder), start, rate)
+    results = run_on_ranks(ranks, fitted, strategy, parallel, ranks, shards, steps, str(folder), start, rate)
     losses = [result[0] for result in results if result[0]]
     return torch.tensor(losses).mean(0).tolist(), results[0][1], results[0][2]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
-def test_a_resumed_pipeline_continues_bit_by_bit(schedule: str, tmp_path: Path) -> None:
-    name = f"pipeline:{schedule}"
+@pytest.mark.parametrize(
+    "name", ["pipeline", "pipeline:zero-bubble-v", "pipeline pp=2,dp_shard=2", "pipeline:zero-bubble pp=2,tp=2"]
+)
+def test_a_resumed_pipeline_continues_bit_by_bit(name: str, tmp_path: Path) -> None:
     losses, weights, _ = run(name, STEPS, tmp_path / "whole", rate=0.3)
     first, _, saved = run(name, HALF, tmp_path / "half", rate=0.3)
     second, resumed, _ = run(name, STEPS, tmp_path / "half", saved, rate=0.3)

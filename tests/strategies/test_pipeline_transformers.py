@@ -1,0 +1,109 @@
+"""Models of transformers in pipelines: the losses and weights of a plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import GLOBAL_BATCH, LENGTH, model_class, tiny_config, tokens
+from models import silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from phalanx.framework.core.degrees import resolve_degrees
+from phalanx.hf import TransformersModule
+
+pytest.importorskip("transformers")
+
+STEPS, WINDOW = 4, 3
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"num_key_value_heads": 2, "vocab_size": 64},
+    "tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(5)
+    changes = dict(KINDS[kind])
+    built = tiny_config("gpt2" if kind == "gpt2" else "llama")
+    for name, value in changes.items():
+        setattr(built, name, value)
+    net = model_class("gpt2" if kind == "gpt2" else "llama").from_config(built)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            # Biases and norms differ from their initial values too.
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return net
+
+
+class Noted(TransformersModule):
+    """Notes the sum of the losses of each micro-batch, and the number of targets."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        # The model averages a loss over the targets that count.
+        self.sums = [*getattr(self, "sums", []), (loss.item() * self.batch_weight(batch), self.batch_weight(batch))]
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rows() -> list[dict[str, Tensor]]:
+    """Return sequences of several lengths, padded."""
+    ends = torch.randint(4, LENGTH + 1, (len(tokens()),), generator=torch.Generator().manual_seed(3))
+    masks = (torch.arange(LENGTH) < ends[:, None]).long()
+    return [
+        {"input_ids": each, "attention_mask": mask, "labels": each.masked_fill(mask == 0, -100)}
+        for each, mask in zip(tokens(), masks, strict=True)
+    ]
+
+
+def trained(kind: str, ranks: int, parallel: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    module: Any = Noted(model=model(kind))
+    trainer = silent_trainer(
+        devices=ranks, strategy="pipeline", parallel=parallel, max_steps=STEPS, accumulate_grad_batches=WINDOW
+    )
+    shards = trainer.fabric.resources.data_size
+    data: Any = rows()
+    trainer.fit(module, DataLoader(data, batch_size=GLOBAL_BATCH // WINDOW // shards))
+    weights = {name: each.detach() for name, each in module.named_parameters()}
+    return getattr(module, "sums", []), {} if any(each.is_meta for each in weights.values()) else weights
+
+
+def by_hand(kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    net, losses = model(kind), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data: Any = rows()
+    for batch in DataLoader(data, batch_size=GLOBAL_BATCH):
+        optimizer.zero_grad()
+        loss = net(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, dict(net.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "parallel"),
+    [
+        ("gpt2", 2, "pp=2"),
+        ("llama", 2, "pp=2"),
+        ("tied", 2, "pp=2"),
+        ("gpt2", 4, "pp=2,dp_shard=2"),
+        ("llama", 4, "pp=2,tp=2"),
+    ],
+)
+def test_a_model_of_transformers_trains_as_in_a_plain_loop(kind: str, ranks: int, parallel: str) -> None:
+    results = run_on_ranks(ranks, trained, kind, ranks, parallel, timeout=120.0)
+    losses, weights = by_hand(kind)
+
+    copies = resolve_degrees(parallel).lay_out(ranks).copies
+    found = torch.tensor([sums for sums, _ in results[::copies]]).view(-1, STEPS, WINDOW, 2).sum((0, 2))
+    torch.testing.assert_close(found[:, 0] / found[:, 1], torch.tensor(losses), rtol=1e-5, atol=0)
+    assert len(results[0][1]) == len(weights)
+    for name, weight in results[0][1].items():
+        torch.testing.assert_close(weight, weights[name.removeprefix("model.")], rtol=1e-4, atol=1e-6)
