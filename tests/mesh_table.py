@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from long_sequences import LongModel, by_hand, loader
+from long_sequences import MOST_ROWS, LongModel, by_hand, loader
 from models import silent_trainer
 from ranks import close_pools, run_on_ranks
 from torch import Tensor
@@ -39,6 +39,9 @@ class Mesh:
     strategy: str
     ranks: int
     parallel: str = ""
+    experts: int = 0
+    """The number of experts in each block of the model."""
+    batch: int = BATCH
 
     def __str__(self) -> str:
         return f"{self.strategy} {self.parallel}@{self.ranks}".replace(" @", "@")
@@ -74,7 +77,7 @@ def trained(mesh: Mesh, window: int, stop: int, resume: str | None = None, saves
         if saves is not None and trainer.global_step == stop // 2 and not Path(saves).exists():
             trainer.save_checkpoint(saves)
 
-    module = LongModel()
+    module = LongModel(experts=mesh.experts)
     trainer = silent_trainer(
         strategy=mesh.strategy,
         devices=mesh.ranks,
@@ -85,7 +88,8 @@ def trained(mesh: Mesh, window: int, stop: int, resume: str | None = None, saves
         callbacks=[LambdaCallback(on_train_batch_end=save)],
         verbose=False,
     )
-    trainer.fit(module, loader(BATCH // window // trainer.fabric.resources.data_size), ckpt_path=resume)
+    share = mesh.batch // window // trainer.fabric.resources.data_size
+    trainer.fit(module, loader(share, MOST_ROWS), ckpt_path=resume)
     assert trainer.global_step == stop
     held = not any(parameter.is_meta for parameter in module.parameters())
     weights = {name: each.detach().clone() for name, each in module.named_parameters()} if held else {}
@@ -100,16 +104,20 @@ def outcomes(mesh: Mesh, window: int, stop: int, resume: str | None = None, save
 
 
 @cache
-def expected(steps: int) -> Tensor:
+def expected(steps: int, batch: int = BATCH, experts: int = 0) -> Tensor:
     """Return the loss of each step of plain torch."""
-    return torch.tensor(by_hand(1, CLIP, steps, BATCH)[0], dtype=torch.float64)
+    return torch.tensor(by_hand(1, CLIP, steps, batch, experts=experts)[0], dtype=torch.float64)
 
 
-def deviation(found: Sequence[Outcome], window: int, first: int, steps: int) -> float:
-    """Return the largest relative difference of a step's loss to plain torch's, from step ``first`` on."""
+def deviation(found: Sequence[Outcome], window: int, first: int, steps: int, mesh: Mesh | None = None) -> float:
+    """Return the largest relative difference of a step's loss to plain torch's, from step ``first`` on.
+
+    The model is that of a mesh, by default one without experts.
+    """
     sums = torch.tensor([outcome.sums for outcome in found], dtype=torch.float64).sum(0)
     parts = sums.view(-1, window, 2).sum(1)
-    losses, wanted = parts[:, 0] / parts[:, 1], expected(steps)[first:]
+    losses = parts[:, 0] / parts[:, 1]
+    wanted = (expected(steps) if mesh is None else expected(steps, mesh.batch, mesh.experts))[first:]
     assert losses.shape == wanted.shape
     return float(((losses - wanted).abs() / wanted).max())
 

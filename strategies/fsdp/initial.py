@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
-from ...framework.parallel.meta_device import Owner
+from ...framework.parallel.meta_device import Owner, owners_of
 from .boxes import whole_of_parts
 
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -41,6 +42,25 @@ class Source:
             part._parameters[key] = parameter
         for held, position in self.lists:
             held[position] = parameter
+
+
+def take_away(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Source]:
+    """Replace the parameters of a module by parameters on the meta device; return the original ones."""
+    owners = owners_of(module)
+    places: dict[int, list[tuple[list[Any], int]]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                places.setdefault(id(parameter), []).append((group["params"], position))
+    sources = [
+        Source(name, parameter, owners[id(parameter)], places.get(id(parameter), []))
+        for name, parameter in module.named_parameters()
+    ]
+    for source in sources:
+        given = source.given
+        shape = torch.empty(given.shape, dtype=given.dtype, device="meta")
+        source.put(nn.Parameter(shape, requires_grad=given.requires_grad))
+    return sources
 
 
 class Origins:

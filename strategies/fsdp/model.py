@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +27,15 @@ from ...framework.core.split_optimizer import optimizers_in
 from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
-from ...framework.parallel.meta_device import owners_of, replace_tensors, supplied_names
+from ...framework.parallel.meta_device import replace_tensors, supplied_names
 from ...framework.parallel.strategy import StepAdapter, StepFunction
 from ..limits import updates_full_parameters
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts
 from .boxes import box_in, box_of, like, local_of, whole_of_parts
+from .experts import ExpertMeshes, divide, expert_layers, shard_placement
 from .full_updates import FullUpdates
 from .gathering import prepare_gathering
-from .initial import Origins, Source, allocate_buffers, check_buffers
+from .initial import Origins, Source, allocate_buffers, check_buffers, take_away
 from .module_gradients import ModuleGradients
 from .outside import Context, OutsideCalls, explain_sharded
 from .state import carry_slots, shard_slots
@@ -58,6 +60,8 @@ class Sharding:
     """Returns the context of forward passes in the gathered parameters' dtype, None if they need none."""
     backward_inside: bool = False
     """Whether the model runs again after a backward pass before its outermost call returns (manual optimization)."""
+    experts: ExpertMeshes | None = None
+    """The ranks that hold different experts, and those that hold the same ones."""
 
 
 class ShardedModel:
@@ -83,15 +87,18 @@ class ShardedModel:
         # Errors in the arguments are raised before the module is changed.
         check_parameters(module)
         self.units = find_units(module, sharding.units)
+        meshes = sharding.experts
+        self._experts = [] if meshes is None else list(expert_layers(module, meshes.group.size()).values())
         self.checkpointed = checkpointed_parts(module, self.units, sharding.checkpointed)
         later = supplied_names(module, supplied)
         origins = Origins(module, deferred, world, later)
         computed = allocate_buffers(module, world, later)
-        sources = self._take_away()
+        sources = take_away(module, self._optimizers)
         adapter: nn.Module = self.root
         self._footprint = Footprint(adapter)
         if sharding.tensor_mesh is not None:
             self._split(sources, sharding.tensor_mesh)
+        undos = [] if meshes is None else divide(self._experts, meshes)
         self._shard(sources)
         self._fill(sources, origins)
         check_buffers(computed)
@@ -100,7 +107,7 @@ class ShardedModel:
         self._state._lazy_init()
         self._footprint.close()
         prefetch(self.root, list(self.units), sharding.prefetch)
-        self._plain_forwards = [checkpoint_forward(part) for part in self.checkpointed]
+        self._plain_forwards = [*(checkpoint_forward(part) for part in self.checkpointed), *undos]
         self.parts: list[FSDPModule] = [part for part in self.root.modules() if isinstance(part, FSDPModule)]
         self.syncs = True
         self._unreduced = False
@@ -116,24 +123,6 @@ class ShardedModel:
 
     # ---- building -------------------------------------------------------------------------------------------------
 
-    def _take_away(self) -> list[Source]:
-        """Replace the original parameters by parameters on the meta device; return the original ones."""
-        owners = owners_of(self.module)
-        places: dict[int, list[tuple[list[Any], int]]] = {}
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for position, parameter in enumerate(group["params"]):
-                    places.setdefault(id(parameter), []).append((group["params"], position))
-        sources = [
-            Source(name, parameter, owners[id(parameter)], places.get(id(parameter), []))
-            for name, parameter in self.module.named_parameters()
-        ]
-        for source in sources:
-            given = source.given
-            shape = torch.empty(given.shape, dtype=given.dtype, device="meta")
-            source.put(nn.Parameter(shape, requires_grad=given.requires_grad))
-        return sources
-
     def _split(self, sources: list[Source], mesh: DeviceMesh) -> None:
         """Split layers over the ranks of a tensor-parallel group; tied parameters stay tied. Collective."""
         split_layers(self.module, mesh)
@@ -142,8 +131,10 @@ class ShardedModel:
 
     def _shard(self, sources: list[Source]) -> None:
         sharding = self.sharding
-        units, left, shared = without_shared(self.module, self.units)
-        self.units = units
+        inside = {part for layer in self._experts for part in layer.modules()}
+        units = [unit for unit in self.units if unit not in inside]
+        units, left, shared = without_shared(self.module, [*units, *self._experts])
+        self.units = units = [unit for unit in units if unit not in inside]
         pinned = self.world.device.type == "cuda"
         arguments: dict[str, Any] = {
             "mesh": sharding.mesh,
@@ -156,6 +147,16 @@ class ShardedModel:
             if part not in units and any(True for _ in part.parameters()):
                 fully_shard(part, reshard_after_forward=sharding.reshard_after_forward, **arguments)
         arguments["mp_policy"] = sharding.policy
+        if sharding.experts is not None:
+            mesh, ranks = sharding.experts.data, sharding.experts.data["shard"].size()
+            place = partial(shard_placement, ranks=ranks)
+            for layer in self._experts:
+                fully_shard(
+                    layer,
+                    reshard_after_forward=sharding.reshard_after_forward,
+                    shard_placement_fn=place,
+                    **{**arguments, "mesh": mesh},
+                )
         for unit in reversed(units):
             fully_shard(
                 unit, reshard_after_forward=sharding.reshard_after_forward, ignored_params=left[unit], **arguments
