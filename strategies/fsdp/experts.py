@@ -66,8 +66,13 @@ def check_experts(module: nn.Module, degree: int) -> None:
     Raises:
         ConfigurationError: there is no such layer, or it cannot be divided.
     """
-    if next(module.parameters(), None) is not None or not isinstance(module, TrainModule):
-        expert_layers(module, degree)
+    try:
+        found = _found(module, degree)
+    except ConfigurationError:
+        if isinstance(module, TrainModule) and type(module).configure_model is not TrainModule.configure_model:
+            return
+        raise
+    _check_layers(module, found, degree)
 
 
 def expert_layers(module: nn.Module, degree: int) -> dict[str, nn.Module]:
@@ -76,6 +81,12 @@ def expert_layers(module: nn.Module, degree: int) -> dict[str, nn.Module]:
     Raises:
         ConfigurationError: there is no such layer, or the degree does not divide one.
     """
+    found = _found(module, degree)
+    _check_layers(module, found, degree)
+    return found
+
+
+def _found(module: nn.Module, degree: int) -> dict[str, nn.Module]:
     found = _named(module) if _has_hook(module) else {name: part for name, part in _parts(module) if _is_known(part)}
     if not found:
         raise ConfigurationError(
@@ -83,6 +94,10 @@ def expert_layers(module: nn.Module, degree: int) -> dict[str, nn.Module]:
             f"define {_HOOK}(), which returns their names, or leave ep out. Known without it are those of models of "
             "transformers."
         )
+    return found
+
+
+def _check_layers(module: nn.Module, found: dict[str, nn.Module], degree: int) -> None:
     for name, part in found.items():
         _check_arguments(name, part)
     sizes = {name: _experts_of(name, part, degree) for name, part in found.items()}
@@ -93,7 +108,6 @@ def expert_layers(module: nn.Module, degree: int) -> dict[str, nn.Module]:
             f"{divisors(gcd(*sizes.values()))}."
         )
     _check_untied(module, found)
-    return found
 
 
 def _has_hook(module: nn.Module) -> bool:
@@ -223,7 +237,8 @@ def _checked(name: str, signature: inspect.Signature, run: Dispatch, *args: Any,
     Raises:
         ConfigurationError: they are not the tokens, the numbers of their experts and their weights.
     """
-    given = [each for each in signature.bind(*args, **kwargs).arguments.values() if each is not None]
+    bound = signature.bind(*args, **kwargs)
+    given = [each for each in (*bound.args, *bound.kwargs.values()) if each is not None]
     shapes = [list(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in given]
     fits = len(given) == 3 and all(isinstance(each, Tensor) and each.dim() == 2 for each in given)
     if not fits or shapes[1] != shapes[2] or shapes[0][:1] != shapes[1][:1] or given[1].is_floating_point():

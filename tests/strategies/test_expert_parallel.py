@@ -123,6 +123,35 @@ def test_weights_metrics_and_averages_are_those_of_fsdp(
     assert not torch.allclose(plain[0][0]["head.weight"], by_itself.get_parameter("head.weight"), atol=1e-4)
 
 
+class BuiltLater(LongModel):
+    """Builds its blocks under the strategy, without data, and names them before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+
+    def configure_model(self) -> None:
+        if not len(self.blocks):
+            torch.manual_seed(11)
+            self.blocks = LongModel(experts=EXPERTS).blocks
+
+
+def built(parallel: dict[str, int] | None) -> list[tuple[float, float]]:
+    ranks = 2 if parallel else 1
+    module = BuiltLater()
+    trainer = silent_trainer(
+        strategy="fsdp" if parallel else "single", devices=ranks, parallel=parallel, max_steps=3, verbose=False
+    )
+    trainer.fit(module, loader(8 // ranks))
+    return module.sums
+
+
+def test_layers_that_configure_model_builds_are_divided() -> None:
+    expected = torch.tensor(built(None), dtype=torch.float64)
+    found = torch.tensor(run_on_ranks(2, built, {"ep": 2}), dtype=torch.float64).sum(0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
 class OneForAll(LongModel):
     """Sends every token to the experts 0 and 1, which the first rank holds."""
 
