@@ -54,7 +54,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path: Path) -> None:
         (mesh(2, "ep=2"), mesh(1, strategy="single")),
         (mesh(1, strategy="single"), mesh(2, "ep=2")),
         (mesh(4, "ep=2"), mesh(2)),
-        (mesh(2, "ep=2"), mesh(4, "ep=2,dp_replicate=2")),
+        (mesh(2, "ep=2"), mesh(4, "ep=2", strategy="hsdp")),
     ],
     ids=str,
 )
