@@ -59,8 +59,8 @@ class Dispatch:
     def _computed(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the sums over this rank's experts for tokens of all ranks."""
         mine = index.ge(0) & index.lt(self._count)
-        rows = _Rows.by_row(mine, index.shape[1])
         places = mine.flatten().nonzero().squeeze(1)
+        rows = _Rows.by_row(mine, places)
         tokens, numbers = rows.copied(hidden), index.flatten()[places].unsqueeze(1)
         scales = _Copied.apply(weights.reshape(-1, 1), places, _inverse(places, weights.numel()))  # type: ignore[no-untyped-call]
         if len(places):
@@ -83,9 +83,11 @@ class _Rows:
     """[tokens, most]; the number of rows stands for none."""
 
     @classmethod
-    def by_row(cls, wanted: Tensor, most: int) -> _Rows:
-        """Return a row for each true entry of [tokens, columns], token by token, at most ``most`` of a token."""
-        return cls._numbered(wanted, wanted.nonzero()[:, 0], wanted.flatten().cumsum(0).view_as(wanted) - 1, most)
+    def by_row(cls, wanted: Tensor, places: Tensor) -> _Rows:
+        """Return a row for each true entry of [tokens, columns], token by token; ``places`` are their flat numbers."""
+        most = wanted.shape[1]
+        numbers = wanted.flatten().cumsum(0).view_as(wanted) - 1
+        return cls._numbered(wanted, places.div(most, rounding_mode="floor"), numbers, most)
 
     @classmethod
     def by_column(cls, wanted: Tensor, most: int) -> _Rows:
@@ -166,7 +168,9 @@ class _Routes:
         """Return the routes for the numbers of rows to send. Collective."""
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=group)
-        return cls(counts.tolist(), theirs.tolist(), group)
+        # Read at once, as the host waits for the device.
+        sent, received = torch.stack([counts, theirs]).tolist()
+        return cls(sent, received, group)
 
     def reversed(self) -> _Routes:
         """Return the routes of the way back."""
