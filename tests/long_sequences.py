@@ -12,19 +12,58 @@ from phalanx import TrainModule
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 29, 16, 4, 12
 IGNORED = -100
-ROWS = 256
+ROWS, MOST_ROWS = 256, 640
+"""The number of sequences, and that for models with experts, whose batches are larger."""
+
+
+class Experts(nn.Module):
+    """Perceptrons, stacked by expert."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.widen = nn.Parameter(torch.randn(count, WIDTH, 2 * WIDTH) / 4)
+        self.narrow = nn.Parameter(torch.randn(count, 2 * WIDTH, WIDTH) / 6)
+        # Of sizes that a number of ranks does not divide.
+        self.shift = nn.Parameter(torch.zeros(count, 3))
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        mixed = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, place = (index == expert).nonzero(as_tuple=True)
+            narrowed = nn.functional.gelu(hidden[token] @ self.widen[expert]) @ self.narrow[expert]
+            mixed = mixed.index_add(0, token, (narrowed + self.shift[expert].sum()) * weights[token, place, None])
+        return mixed
+
+
+class Mixture(nn.Module):
+    """Two experts for each token."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, experts, bias=False), Experts(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.flatten(0, -2)
+        weights, index = self.router(hidden).softmax(-1).topk(2)
+        mixed: Tensor = self.experts(hidden, index, weights / weights.sum(-1, keepdim=True))
+        return mixed.view_as(x)
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron."""
+    """Causal attention and a perceptron, or a mixture of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 0) -> None:
         super().__init__()
         self.norm, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         # Without biases: the gradient of a key's bias is zero, which Adam would turn into steps of rounding errors.
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.project = nn.Linear(WIDTH, WIDTH)
-        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        if experts:
+            self.mixture = Mixture(experts)
+        else:
+            self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -35,19 +74,20 @@ class Block(nn.Module):
         )
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
-        narrowed: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm_mlp(x))))
-        return x + narrowed
+        normed = self.norm_mlp(x)
+        found: Tensor = self.mixture(normed) if self.experts else self.narrow(nn.functional.gelu(self.widen(normed)))
+        return x + found
 
 
 class LongModel(TrainModule):
     """Predicts the next token; batches are (tokens, targets), with targets that do not count."""
 
-    def __init__(self, lr: float = 1e-2, dropout: float = 0.0) -> None:
+    def __init__(self, lr: float = 1e-2, dropout: float = 0.0, experts: int = 0) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.embed, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.blocks = nn.ModuleList(Block(experts) for _ in range(2))
             self.dropout = nn.Dropout(dropout)
             self.head = nn.Linear(WIDTH, VOCABULARY)
         self.lr = lr
@@ -88,6 +128,9 @@ class LongModel(TrainModule):
         plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
         return plan | {f"blocks.*.{name}": RowwiseParallel() for name in rows}
 
+    def configure_expert_parallel(self) -> list[str]:
+        return ["blocks.*.mixture.experts"]
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
@@ -116,12 +159,12 @@ def loader(batch_size: int, count: int = ROWS, padded: bool = True) -> DataLoade
 
 
 def by_hand(
-    windows: int, clip: float | None, steps: int, batch_size: int, lr: float = 1e-2
+    windows: int, clip: float | None, steps: int, batch_size: int, lr: float = 1e-2, experts: int = 0
 ) -> tuple[list[float], LongModel]:
     """Train on global batches of ``windows * batch_size`` rows; return the loss of each step and the model."""
-    module, losses = LongModel(lr), []
+    module, losses = LongModel(lr, experts=experts), []
     optimizer = module.configure_optimizers()
-    given, size = rows(), windows * batch_size
+    given, size = rows(MOST_ROWS if experts else ROWS), windows * batch_size
     for step in range(steps):
         tokens, targets = (torch.stack(each) for each in zip(*given[step * size : (step + 1) * size], strict=True))
         loss = module.loss((tokens, targets, torch.arange(LENGTH)))

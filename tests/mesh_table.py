@@ -3,8 +3,8 @@
     python tests/mesh_table.py                    every cell, as a table
     python tests/mesh_table.py --write docs/...   and into a page, between its two marks
 
-A cell trains 20 optimizer steps in fp32 with clipping on the same global batches of 8 padded sequences, and compares
-the mean loss of the tokens of each step. A checkpoint is saved on one mesh and resumed on another.
+A cell trains 20 optimizer steps in fp32 with clipping on the same global batches of padded sequences, and compares the
+mean loss of the tokens of each step. A checkpoint is saved on one mesh and resumed on another.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from long_sequences import LongModel, by_hand, loader
+from long_sequences import MOST_ROWS, ROWS, LongModel, by_hand, loader
 from marked_pages import write_table
 from models import silent_trainer
 from ranks import close_pools, run_on_ranks
@@ -29,6 +29,8 @@ from phalanx import Trainer
 from phalanx.callbacks import LambdaCallback
 
 STEPS, BATCH, CLIP, TOLERANCE = 20, 8, 0.3, 1e-5
+# Eight ranks that read different data each have a sequence in every micro-batch of a window of four.
+EXPERTS, EXPERTS_BATCH = 8, 32
 WINDOWS = (1, 4)
 
 
@@ -39,6 +41,9 @@ class Mesh:
     strategy: str
     ranks: int
     parallel: str = ""
+    experts: int = 0
+    """The number of experts in each block of the model."""
+    batch: int = BATCH
 
     def __str__(self) -> str:
         return f"{self.strategy} {self.parallel}@{self.ranks}".replace(" @", "@")
@@ -61,6 +66,10 @@ MESHES = [
     Mesh("pipeline", 4, "pp=2,dp_shard=2"),
     Mesh("pipeline", 4, "pp=2,tp=2"),
     Mesh("pipeline", 8, "pp=2,tp=2,dp_shard=2"),
+    Mesh("fsdp", 2, "ep=2", EXPERTS, EXPERTS_BATCH),
+    Mesh("fsdp", 4, "ep=2", EXPERTS, EXPERTS_BATCH),
+    Mesh("fsdp", 8, "ep=2", EXPERTS, EXPERTS_BATCH),
+    Mesh("fsdp", 8, "ep=4", EXPERTS, EXPERTS_BATCH),
 ]
 
 
@@ -79,7 +88,7 @@ def trained(mesh: Mesh, window: int, stop: int, resume: str | None = None, saves
         if saves is not None and trainer.global_step == stop // 2 and not Path(saves).exists():
             trainer.save_checkpoint(saves)
 
-    module = LongModel()
+    module = LongModel(experts=mesh.experts)
     trainer = silent_trainer(
         strategy=mesh.strategy,
         devices=mesh.ranks,
@@ -90,7 +99,8 @@ def trained(mesh: Mesh, window: int, stop: int, resume: str | None = None, saves
         callbacks=[LambdaCallback(on_train_batch_end=save)],
         verbose=False,
     )
-    trainer.fit(module, loader(BATCH // window // trainer.fabric.resources.data_size), ckpt_path=resume)
+    share = mesh.batch // window // trainer.fabric.resources.data_size
+    trainer.fit(module, loader(share, MOST_ROWS if mesh.experts else ROWS), ckpt_path=resume)
     assert trainer.global_step == stop
     held = not any(parameter.is_meta for parameter in module.parameters())
     weights = {name: each.detach().clone() for name, each in module.named_parameters()} if held else {}
@@ -105,17 +115,21 @@ def outcomes(mesh: Mesh, window: int, stop: int, resume: str | None = None, save
 
 
 @cache
-def expected(steps: int) -> Tensor:
+def expected(steps: int, batch: int = BATCH, experts: int = 0) -> Tensor:
     """Return the loss of each step of plain torch."""
-    return torch.tensor(by_hand(1, CLIP, steps, BATCH)[0], dtype=torch.float64)
+    return torch.tensor(by_hand(1, CLIP, steps, batch, experts=experts)[0], dtype=torch.float64)
 
 
-def deviation(found: Sequence[Outcome], window: int, first: int, steps: int) -> float:
-    """Return the largest relative difference of a step's loss to plain torch's, from step ``first`` on."""
+def deviation(found: Sequence[Outcome], window: int, first: int, steps: int, mesh: Mesh | None = None) -> float:
+    """Return the largest relative difference of a step's loss to plain torch's, from step ``first`` on.
+
+    The model is that of a mesh, by default one without experts.
+    """
     # Under a pipeline only the ranks with the last stage see losses.
     sums = torch.tensor([outcome.sums for outcome in found if outcome.sums], dtype=torch.float64).sum(0)
     parts = sums.view(-1, window, 2).sum(1)
-    losses, wanted = parts[:, 0] / parts[:, 1], expected(steps)[first:]
+    losses = parts[:, 0] / parts[:, 1]
+    wanted = (expected(steps) if mesh is None else expected(steps, mesh.batch, mesh.experts))[first:]
     assert losses.shape == wanted.shape
     return float(((losses - wanted).abs() / wanted).max())
 
@@ -130,16 +144,18 @@ def main() -> int:
     lines = ["| mesh | " + " | ".join(heads) + " | resumed from `single` | resumed by `single` |", "|---" * 5 + "|"]
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        own = f"{folder}/single.ckpt"
-        outcomes(MESHES[0], 1, STEPS, saves=own)
         for mesh in MESHES:
+            alone = replace(mesh, strategy="single", ranks=1, parallel="")
+            own = f"{folder}/single-{mesh.experts}.ckpt"
+            if not Path(own).exists():
+                outcomes(alone, 1, STEPS, saves=own)
             path = f"{folder}/{mesh}.ckpt"
             values = [
-                deviation(outcomes(mesh, each, STEPS, saves=path if each == 1 else None), each, 0, STEPS)
+                deviation(outcomes(mesh, each, STEPS, saves=path if each == 1 else None), each, 0, STEPS, mesh)
                 for each in WINDOWS
             ]
-            values.append(deviation(outcomes(mesh, 1, STEPS, resume=own), 1, STEPS // 2, STEPS))
-            values.append(deviation(outcomes(MESHES[0], 1, STEPS, resume=path), 1, STEPS // 2, STEPS))
+            values.append(deviation(outcomes(mesh, 1, STEPS, resume=own), 1, STEPS // 2, STEPS, mesh))
+            values.append(deviation(outcomes(alone, 1, STEPS, resume=path), 1, STEPS // 2, STEPS, mesh))
             worst = max(worst, *values)
             lines.append(f"| `{mesh}` | " + " | ".join(f"{value:.0e}" for value in values) + " |")
             print(lines[-1], flush=True)

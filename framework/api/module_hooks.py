@@ -96,6 +96,16 @@ class ModuleHooks(nn.Module):
         """
         raise NotImplementedError
 
+    def configure_expert_parallel(self) -> Sequence[str | nn.Module]:
+        """Return the layers of experts for expert parallelism, as names of submodules (``*`` is a wildcard) or modules.
+
+        The parameters of such a layer are all stacked by expert, [experts, ...]. It is called as ``layer(hidden, index,
+        weights)``: tokens [tokens, width], the numbers of their experts and the weights of these, both [tokens, top_k];
+        and returns the weighted sums, [tokens, width]. The router is outside of the layer. Layers of models of
+        transformers that have this form are found without this method.
+        """
+        raise NotImplementedError
+
     def configure_callbacks(self) -> Sequence[CallbackContract] | CallbackContract:
         """Return callbacks of this module; they replace the Trainer's callbacks of the same class."""
         return []

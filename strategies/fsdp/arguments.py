@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...framework.core.errors import ConfigurationError, is_count
+from ...framework.core.degrees import Degrees, Layout
+from ...framework.core.errors import ConfigurationError, is_count, unknown
 from ...framework.core.precision import Precision
+from ..context.sharing import NO_COMPILING
+from .activations import NO_RECOMPUTATION, Checkpointed
+from .mesh import Replicas
 
-GATHERS = ("rank_zero", "all", "none")
+_GATHERS = ("rank_zero", "all", "none")
+_NO_COMPILING_OF_EXPERTS = (
+    "exchanges other numbers of tokens in every step under parallel={'ep': ...}: leave compile out, or leave ep out"
+)
 # Arguments of other frameworks, and their equivalents.
 ELSEWHERE = {
     "ddp_comm_hook": "use reduce_dtype=torch.bfloat16 to reduce gradients in fewer bits",
@@ -25,14 +32,28 @@ ELSEWHERE = {
 }
 
 
-def check_count(name: str, given: Any, least: int, known: str | None = None) -> None:
-    """Check a number of ranks or units; ``known`` is a word that is allowed too.
+def check_arguments(
+    replicas: Replicas, tensor_parallel: int, prefetch: int, reduce_dtype: Any, gather_weights: Any
+) -> None:
+    """Check numbers of ranks and units, the dtype in which gradients are averaged, and which ranks get full weights.
 
     Raises:
-        ConfigurationError: it is not a whole number of at least ``least``.
+        ConfigurationError: one is invalid.
     """
-    if known is None and not is_count(given, least):
-        raise ConfigurationError(f"FSDPStrategy({name}={given!r}): it must be a whole number of at least {least}.")
+    for name, given, least in (
+        ("replicas", replicas, 1),
+        ("tensor_parallel", tensor_parallel, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        if not is_count(given, least) and (name, given) != ("replicas", "node"):
+            raise ConfigurationError(f"FSDPStrategy({name}={given!r}): it must be a whole number of at least {least}.")
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise ConfigurationError(
+            f"FSDPStrategy(reduce_dtype={reduce_dtype!r}): it must be a floating-point dtype such as torch.float32, or "
+            "None."
+        )
+    if gather_weights not in _GATHERS:
+        raise unknown("gather_weights", str(gather_weights), _GATHERS)
 
 
 def check_flags(**flags: Any) -> None:
@@ -46,29 +67,27 @@ def check_flags(**flags: Any) -> None:
             raise ConfigurationError(f"FSDPStrategy({name}={given!r}): it must be True or False.")
 
 
-def check_reduce_dtype(given: Any) -> None:
-    """Check the dtype in which gradients are averaged.
-
-    Raises:
-        ConfigurationError: it is neither None nor a floating-point dtype.
-    """
-    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
-        raise ConfigurationError(
-            f"FSDPStrategy(reduce_dtype={given!r}): it must be a floating-point dtype such as torch.float32, or None."
-        )
-
-
-def check_precision(precision: Precision, tensor_parallel: int) -> None:
+def check_precision(precision: Precision, layout: Layout) -> None:
     """Refuse a precision that changes how layers compute, if layers are split over ranks.
 
     Raises:
         ConfigurationError: it is such a precision.
     """
-    if tensor_parallel > 1 and precision.replaces_layers:
-        raise ConfigurationError(
-            f"precision={precision.name!r} changes how layers compute, and tensor_parallel={tensor_parallel} splits "
-            "layers over ranks: use 'bf16-mixed', or leave tensor_parallel out."
-        )
+    for axis, degree in (("tensor_parallel", layout.tp), ("ep", layout.ep)):
+        if degree > 1 and precision.replaces_layers:
+            raise ConfigurationError(
+                f"precision={precision.name!r} changes how layers compute, and {axis}={degree} splits layers over "
+                f"ranks: use 'bf16-mixed', or leave {axis} out."
+            )
+
+
+def why_not_compiled(checkpointing: Checkpointed, degrees: Degrees) -> str:
+    """Return why the passes of a strategy cannot be compiled, empty if they can."""
+    if "cp" in degrees.used:
+        return NO_COMPILING
+    if "ep" in degrees.used:
+        return _NO_COMPILING_OF_EXPERTS
+    return NO_RECOMPUTATION if checkpointing is not False else ""
 
 
 def mixed_policy(precision: Precision, reduce_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

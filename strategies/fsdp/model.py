@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ...framework.parallel.strategy import StepAdapter, StepFunction
 from ..limits import updates_full_parameters
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts
 from .boxes import box_in, box_of, local_of, whole_of_parts
+from .experts import ExpertMeshes, divide, expert_layers, shard_placement
 from .full_updates import FullUpdates
 from .gathering import prepare_gathering
 from .initial import Origins, Source, allocate_buffers, check_buffers, put_shard, take_away
@@ -58,6 +60,8 @@ class Sharding:
     """Returns the context of forward passes in the gathered parameters' dtype, None if they need none."""
     backward_inside: bool = False
     """Whether the model runs again after a backward pass before its outermost call returns (manual optimization)."""
+    experts: ExpertMeshes | None = None
+    """The ranks that hold different experts, and those that hold the same ones."""
 
 
 class ShardedModel:
@@ -83,6 +87,8 @@ class ShardedModel:
         # Errors in the arguments are raised before the module is changed.
         check_parameters(module)
         self.units = find_units(module, sharding.units)
+        meshes = sharding.experts
+        self._experts = [] if meshes is None else list(expert_layers(module, meshes.group.size()).values())
         self.checkpointed = checkpointed_parts(module, self.units, sharding.checkpointed)
         later = supplied_names(module, supplied)
         origins = Origins(module, deferred, world, later)
@@ -92,6 +98,7 @@ class ShardedModel:
         self._footprint = Footprint(adapter)
         if sharding.tensor_mesh is not None:
             self._split(sources, sharding.tensor_mesh)
+        undos = [] if meshes is None else divide(self._experts, meshes)
         self._shard(sources)
         self._fill(sources, origins)
         check_buffers(computed)
@@ -100,7 +107,7 @@ class ShardedModel:
         self._state._lazy_init()
         self._footprint.close()
         prefetch(self.root, list(self.units), sharding.prefetch)
-        self._plain_forwards = [checkpoint_forward(part) for part in self.checkpointed]
+        self._plain_forwards = [*(checkpoint_forward(part) for part in self.checkpointed), *undos]
         self.parts: list[FSDPModule] = [part for part in self.root.modules() if isinstance(part, FSDPModule)]
         self.syncs = True
         self._unreduced = False
@@ -124,8 +131,10 @@ class ShardedModel:
 
     def _shard(self, sources: list[Source]) -> None:
         sharding = self.sharding
-        units, left, shared = without_shared(self.module, self.units)
-        self.units = units
+        inside = {part for layer in self._experts for part in layer.modules()}
+        units = [unit for unit in self.units if unit not in inside]
+        units, left, shared = without_shared(self.module, [*units, *self._experts])
+        self.units = units = [unit for unit in units if unit not in inside]
         pinned = self.world.device.type == "cuda"
         arguments: dict[str, Any] = {
             "mesh": sharding.mesh,
@@ -138,6 +147,16 @@ class ShardedModel:
             if part not in units and any(True for _ in part.parameters()):
                 fully_shard(part, reshard_after_forward=sharding.reshard_after_forward, **arguments)
         arguments["mp_policy"] = sharding.policy
+        if sharding.experts is not None:
+            mesh, ranks = sharding.experts.data, sharding.experts.data["shard"].size()
+            place = partial(shard_placement, ranks=ranks)
+            for layer in self._experts:
+                fully_shard(
+                    layer,
+                    reshard_after_forward=sharding.reshard_after_forward,
+                    shard_placement_fn=place,
+                    **{**arguments, "mesh": mesh},
+                )
         for unit in reversed(units):
             fully_shard(
                 unit, reshard_after_forward=sharding.reshard_after_forward, ignored_params=left[unit], **arguments

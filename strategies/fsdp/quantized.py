@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard as Sharded
 from torch.optim import Optimizer
 
 from ...framework.checkpoint.write_plan import Shard
+from ...framework.core.degrees import Layout
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.quantized_state import LOOKUP, description_of, parts_of, quantizes, rebuild
@@ -25,14 +26,14 @@ from .boxes import box_in, box_of, like, local_of
 _LEAST = 4096
 
 
-def check_blocks(optimizer: Optimizer, module: nn.Module, mesh: DeviceMesh, tensor_parallel: int) -> None:
+def check_blocks(optimizer: Optimizer, module: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
     """Refuse an optimizer with quantized state if some ranks would quantize their shard of a parameter, others not.
 
     Args:
         optimizer: any optimizer.
         module: the module, before it is sharded.
         mesh: the ranks that hold a model; the last dim shards it.
-        tensor_parallel: the number of ranks that share each layer.
+        layout: the degrees; with ``tp`` or ``ep`` shards are not consecutive elements, or differ between parameters.
 
     Raises:
         ConfigurationError: there is such a parameter; the message names it.
@@ -40,11 +41,12 @@ def check_blocks(optimizer: Optimizer, module: nn.Module, mesh: DeviceMesh, tens
     if not quantizes(optimizer):
         return
     name = type(optimizer).__name__
-    if tensor_parallel > 1:
-        raise ConfigurationError(
-            f"{name} quantizes blocks of consecutive elements, which tensor_parallel spreads over ranks: use "
-            "torch.optim.AdamW, or leave tensor_parallel out."
-        )
+    for axis, degree in (("tensor_parallel", layout.tp), ("ep", layout.ep)):
+        if degree > 1:
+            raise ConfigurationError(
+                f"{name} quantizes blocks of consecutive elements, which {axis} spreads over ranks: use "
+                f"torch.optim.AdamW, or leave {axis} out."
+            )
     ranks, block = mesh.size(mesh.ndim - 1), int(getattr(optimizer, "block_size", 1))
     mine = set(map(id, parameters_of(optimizer)))
     for parameter_name, parameter in module.named_parameters():

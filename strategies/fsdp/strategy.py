@@ -19,17 +19,18 @@ from torch.optim import Optimizer
 
 from ...framework.core.arguments import check_names
 from ...framework.core.degrees import Degrees, Layout
-from ...framework.core.errors import LoopError, unknown
+from ...framework.core.errors import LoopError
 from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ..context import ContextParallel
-from ..context.sharing import NO_COMPILING, attention_of, sharing_sequences
+from ..context.sharing import attention_of, sharing_sequences
 from ..limits import check_dense, check_independent
-from .activations import NO_RECOMPUTATION, Checkpointed, check_checkpointing
-from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_precision, check_reduce_dtype, mixed_policy
+from .activations import Checkpointed, check_checkpointing
+from .arguments import ELSEWHERE, check_arguments, check_flags, check_precision, mixed_policy, why_not_compiled
+from .experts import ExpertMeshes, check_experts
 from .gradients import ShardedGradients
 from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_degrees
 from .model import ShardedModel, Sharding
@@ -64,7 +65,7 @@ class FSDPStrategy(Strategy):
     """
 
     name = "fsdp"
-    axes: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
+    axes: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
     rest = "dp_shard"
 
     def __init__(
@@ -85,13 +86,8 @@ class FSDPStrategy(Strategy):
         check_names("FSDPStrategy", others, known, ELSEWHERE)
         check_units(units)
         check_checkpointing(activation_checkpointing)
-        check_count("replicas", replicas, 1, "node" if replicas == "node" else None)
-        check_count("tensor_parallel", tensor_parallel, 1)
-        check_count("prefetch", prefetch, 0)
-        check_reduce_dtype(reduce_dtype)
+        check_arguments(replicas, tensor_parallel, prefetch, reduce_dtype, gather_weights)
         check_flags(reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload)
-        if gather_weights not in GATHERS:
-            raise unknown("gather_weights", str(gather_weights), GATHERS)
         self.units = units
         self.reshard_after_forward = reshard_after_forward
         self.replicas = replicas
@@ -100,8 +96,6 @@ class FSDPStrategy(Strategy):
         self.prefetch = prefetch
         self.reduce_dtype = reduce_dtype
         self.gather_weights = gather_weights
-        if activation_checkpointing is not False:
-            self.prevents_compiling = NO_RECOMPUTATION
         self.traits = Traits(
             shards_state=True, forward_has_collectives=True, backward_has_collectives=True, reduces_in_backward=True
         )
@@ -109,6 +103,7 @@ class FSDPStrategy(Strategy):
         self._sequences: ContextParallel | None = None
         self._layout: Layout
         self._mesh: DeviceMesh
+        self._experts: ExpertMeshes | None = None
         self._deferred: Deferred
         self._supplied: Collection[str] = ()
         self._sharded: ShardedModel | None = None
@@ -129,8 +124,7 @@ class FSDPStrategy(Strategy):
 
     def _use(self, degrees: Degrees) -> None:
         self.degrees = degrees
-        if "cp" in degrees.used:
-            self.prevents_compiling = NO_COMPILING
+        self.prevents_compiling = why_not_compiled(self.activation_checkpointing, degrees)
         # All ranks hold different shards, so each of them may join the collectives of the others.
         can_join = self.replicas == 1 and not set(degrees.used) - {"dp_shard"}
         self.recovery, self.prevents_recovery = recovery_of_shards(can_join)
@@ -138,13 +132,15 @@ class FSDPStrategy(Strategy):
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a number of ranks that cannot be divided into the requested groups, and a precision that fits none."""
         layout = lay_out(world_size, num_nodes, self.degrees, self.rest, self.replicas == "node")
-        check_precision(precision, layout.tp)
+        check_precision(precision, layout)
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse sparse gradients, and with tensor parallelism a module without a plan."""
+        """Refuse sparse gradients, and a module without the plan or the layers that the degrees need."""
         check_dense(module, self.name)
         if "tp" in self.degrees.used:
             check_plan(module, self.degrees.tp or 1)
+        if "ep" in self.degrees.used:
+            check_experts(module, self.degrees.ep or 1)
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
         """Join the process group, select the device and build the mesh. Collective."""
@@ -152,6 +148,7 @@ class FSDPStrategy(Strategy):
         self.world = world = World.from_environment(device_type, num_nodes, grouped=True)
         self._layout = lay_out(world.size, world.num_nodes, self.degrees, self.rest, self.replicas == "node")
         self._mesh = build_mesh(self._layout, world, self.rest)
+        self._experts = ExpertMeshes.build(self._layout, world)
         self._sequences, self.part = sharing_sequences(world, self._layout)
         self._attention = attention_of(self._sequences)
         self._deferred = Deferred()
@@ -188,7 +185,7 @@ class FSDPStrategy(Strategy):
             check_plan(module, layout.tp)
         for optimizer in optimizers:
             check_independent(optimizer, self.name)
-            check_blocks(optimizer, module, mesh, layout.tp)
+            check_blocks(optimizer, module, mesh, layout)
         sharding = Sharding(
             self.units,
             mesh,
@@ -200,6 +197,7 @@ class FSDPStrategy(Strategy):
             self.activation_checkpointing if training else False,
             self._context,
             training and routed is Routed.STEP,
+            self._experts,
         )
         self._routed = routed
         kind = UniformModel if routed is Routed.REPEATED else ShardedModel

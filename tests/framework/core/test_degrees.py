@@ -83,7 +83,7 @@ def test_degrees_that_do_not_fit_are_refused_with_numbers_that_would(
         ("zero3", {"tp": 2}, "strategy='zero3', which takes no degrees: use strategy='ddp' or strategy='fsdp', or"),
         ("single", {"tp": 2}, "strategy='single', which takes no degrees"),
         ("ddp", {"dp_shard": 2}, "use strategy='fsdp', or leave dp_shard out"),
-        ("fsdp", {"ep": 2}, "leave ep out"),
+        ("ddp", {"ep": 2}, "use strategy='fsdp', or leave ep out"),
         (DDPStrategy(bucket_cap_mb=5), {"tp": 2}, "DDPStrategy(bucket_cap_mb=...): beside tensor parallelism"),
         (FSDPStrategy(tensor_parallel=4), {"tp": 2}, "and FSDPStrategy(tensor_parallel=4) contradict one another"),
     ],
