@@ -12,7 +12,7 @@ from phalanx import TrainModule
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 29, 16, 4, 12
 IGNORED = -100
-ROWS, MOST_ROWS = 256, 640
+ROWS = 640
 """The number of sequences, and that for models with experts, whose batches are larger."""
 
 
@@ -136,21 +136,21 @@ class LongModel(TrainModule):
 
 
 def rows(count: int = ROWS, padded: bool = True) -> list[tuple[Tensor, Tensor]]:
-    """Return sequences and their targets, which without padding all count.
+    """Return the first ``count`` sequences and their targets, which without padding all count.
 
     Of four padded ones in turn, two end early, many of them in the first half, and two begin with a prompt without
     targets, which is longer than that.
     """
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, VOCABULARY, (count, LENGTH + 1), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
     tokens[:, 1::2] = (tokens[:, :-1:2] * 3 + 1) % VOCABULARY
     targets = tokens[:, 1:].clone()
     if padded:
-        ends = torch.randint(3, LENGTH + 1, (count,), generator=generator)
-        places, is_prompt = torch.arange(LENGTH), (torch.arange(count) // 2 % 2 == 1)[:, None]
+        ends = torch.randint(3, LENGTH + 1, (ROWS,), generator=generator)
+        places, is_prompt = torch.arange(LENGTH), (torch.arange(ROWS) // 2 % 2 == 1)[:, None]
         targets[~is_prompt & (places >= ends[:, None])] = IGNORED
         targets[is_prompt & (places < LENGTH // 2 + 1)] = IGNORED
-    return list(zip(tokens[:, :-1], targets, strict=True))
+    return list(zip(tokens[:count, :-1], targets[:count], strict=True))
 
 
 def loader(batch_size: int, count: int = ROWS, padded: bool = True) -> DataLoader[Any]:
@@ -164,7 +164,7 @@ def by_hand(
     """Train on global batches of ``windows * batch_size`` rows; return the loss of each step and the model."""
     module, losses = LongModel(lr, experts=experts), []
     optimizer = module.configure_optimizers()
-    given, size = rows(MOST_ROWS if experts else ROWS), windows * batch_size
+    given, size = rows(), windows * batch_size
     for step in range(steps):
         tokens, targets = (torch.stack(each) for each in zip(*given[step * size : (step + 1) * size], strict=True))
         loss = module.loss((tokens, targets, torch.arange(LENGTH)))

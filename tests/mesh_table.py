@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from long_sequences import MOST_ROWS, ROWS, LongModel, by_hand, loader
+from long_sequences import LongModel, by_hand, loader
 from marked_pages import write_table
 from models import silent_trainer
 from ranks import close_pools, run_on_ranks
@@ -30,7 +30,7 @@ from phalanx.callbacks import LambdaCallback
 
 STEPS, BATCH, CLIP, TOLERANCE = 20, 8, 0.3, 1e-5
 # Eight ranks that read different data each have a sequence in every micro-batch of a window of four.
-EXPERTS, EXPERTS_BATCH = 8, 32
+LARGE_BATCH, EXPERTS = 32, 8
 WINDOWS = (1, 4)
 
 
@@ -65,11 +65,18 @@ MESHES = [
     Mesh("pipeline", 4, "pp=2"),
     Mesh("pipeline", 4, "pp=2,dp_shard=2"),
     Mesh("pipeline", 4, "pp=2,tp=2"),
+    Mesh("ddp", 8, "tp=2", batch=LARGE_BATCH),
+    Mesh("fsdp", 8, "tp=2", batch=LARGE_BATCH),
+    Mesh("ddp", 8, "cp=2", batch=LARGE_BATCH),
+    Mesh("fsdp", 8, "cp=2", batch=LARGE_BATCH),
+    Mesh("pipeline", 8, "pp=2", batch=LARGE_BATCH),
+    Mesh("pipeline", 8, "pp=2,dp_shard=4", batch=LARGE_BATCH),
+    Mesh("pipeline", 8, "pp=2,tp=2", batch=LARGE_BATCH),
     Mesh("pipeline", 8, "pp=2,tp=2,dp_shard=2"),
-    Mesh("fsdp", 2, "ep=2", EXPERTS, EXPERTS_BATCH),
-    Mesh("fsdp", 4, "ep=2", EXPERTS, EXPERTS_BATCH),
-    Mesh("fsdp", 8, "ep=2", EXPERTS, EXPERTS_BATCH),
-    Mesh("fsdp", 8, "ep=4", EXPERTS, EXPERTS_BATCH),
+    Mesh("fsdp", 2, "ep=2", EXPERTS, LARGE_BATCH),
+    Mesh("fsdp", 4, "ep=2", EXPERTS, LARGE_BATCH),
+    Mesh("fsdp", 8, "ep=2", EXPERTS, LARGE_BATCH),
+    Mesh("fsdp", 8, "ep=4", EXPERTS, LARGE_BATCH),
 ]
 
 
@@ -100,7 +107,7 @@ def trained(mesh: Mesh, window: int, stop: int, resume: str | None = None, saves
         verbose=False,
     )
     share = mesh.batch // window // trainer.fabric.resources.data_size
-    trainer.fit(module, loader(share, MOST_ROWS if mesh.experts else ROWS), ckpt_path=resume)
+    trainer.fit(module, loader(share), ckpt_path=resume)
     assert trainer.global_step == stop
     held = not any(parameter.is_meta for parameter in module.parameters())
     weights = {name: each.detach().clone() for name, each in module.named_parameters()} if held else {}
@@ -146,7 +153,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for mesh in MESHES:
             alone = replace(mesh, strategy="single", ranks=1, parallel="")
-            own = f"{folder}/single-{mesh.experts}.ckpt"
+            own = f"{folder}/single-{mesh.experts}-{mesh.batch}.ckpt"
             if not Path(own).exists():
                 outcomes(alone, 1, STEPS, saves=own)
             path = f"{folder}/{mesh}.ckpt"
