@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from language_model import Block, LanguageModel, token_loader, tokens
 from models import silent_trainer, weights_of
 from ranks import run_on_ranks
@@ -92,6 +96,29 @@ def test_a_rank_holds_its_shards_between_windows_and_finds_full_gradients() -> N
         assert all(size == pytest.approx(blocks / 4 + outside / 2, rel=0.05) for size in sizes)
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(full[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def messages(window: int) -> tuple[int, int]:
+    """Return how often a rank gathers shards and reduces gradients in one window."""
+    seen: list[str] = []
+    with ExitStack() as stack:
+        # Newer versions of torch have other names.
+        for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
+            if plain := getattr(dist, name, None):
+                stack.enter_context(mock.patch.object(dist, name, partial(_noted, seen, name, plain)))
+        fitted(Plain(), max_steps=1, accumulate_grad_batches=window)
+    return sum("gather" in name for name in seen), sum("scatter" in name for name in seen)
+
+
+def _noted(seen: list[str], name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    seen.append(name)
+    return plain(*args, **kwargs)
+
+
+def test_a_window_gathers_and_reduces_once_for_each_block() -> None:
+    # Two blocks on each rank, and what is outside of them.
+    for window in (1, 4):
+        assert run_on_ranks(4, messages, window) == [(3, 3)] * 4
 
 
 # ---- updates -------------------------------------------------------------------------------------------------------
