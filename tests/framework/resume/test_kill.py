@@ -18,6 +18,6 @@ def test_a_killed_run_ends_bit_identical(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_a_killed_pipeline_of_sharded_stages_ends_bit_identical(tmp_path: Path) -> None:
     strategy = "pipeline pp=2 dp_shard=2"
-    tally = run_trials(tmp_path, [strategy], 2, seed=1)[strategy, 4]
+    tally = run_trials(tmp_path, [strategy], 1, seed=1)[strategy, 4]
     assert tally.problems == []
-    assert tally.identical == 2
+    assert tally.identical == 1
