@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -24,9 +26,17 @@ def absent_ranks(rank: int, world_size: int) -> Iterator[None]:
     """Be one rank of a group without the others. This process must not be in a group."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with ExitStack() as patches:
+        patches.callback(_forget_meshes)
         patches.callback(dist.destroy_process_group)
+        _forget_meshes()
         _adapt_torch(patches)
         yield
+
+
+def _forget_meshes() -> None:
+    """Drop what torch has kept for meshes: those of another rehearsal are equal, and their groups do not exist."""
+    if "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 def _adapt_torch(patches: ExitStack) -> None:
@@ -53,7 +63,7 @@ def _reduced(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tens
     return done
 
 
-class _Reducer(distributed_c10d.Reducer):  # type: ignore[misc]
+class _Reducer(distributed_c10d.Reducer):
     """The reducer of ``DistributedDataParallel`` with its final buckets from the start.
 
     It would agree on them with the other ranks, by a tensor of indices.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..core.degrees import Layout
+from ..memory.communication import Traffic
 
 # By the name of torch's operator: the collective, and the argument that holds the full tensors; None: the result.
 _OPERATORS: dict[str, tuple[str, int | None]] = {
@@ -36,30 +37,6 @@ _OPERATORS: dict[str, tuple[str, int | None]] = {
     "_c10d_functional::broadcast": ("broadcast", 0),
     "_dtensor::shard_dim_alltoall": ("all-to-all", 0),
 }
-# Bytes that a rank sends for each byte of the full tensors, times (W - 1) / W, in a ring of W ranks.
-_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """All collectives of one kind in an optimizer step, over groups of the same ranks."""
-
-    operation: str
-    """``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``, ``"broadcast"`` or ``"send"``."""
-    axis: str
-    """The axes along which the ranks of a group differ, such as ``"tp"`` or ``"dp_shard x cp"``."""
-    ranks: int
-    """The number of ranks of a group."""
-    times: int
-    payload: int
-    """Bytes of the full tensors, in all of them together."""
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a rank sends."""
-        if self.operation not in _PASSES:
-            return self.payload
-        return _PASSES[self.operation] * self.payload * (self.ranks - 1) // self.ranks
 
 
 @dataclass(frozen=True)

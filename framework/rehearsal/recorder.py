@@ -98,8 +98,9 @@ class Recorder(TorchDispatchMode):
                 self._parameters[id(each)] = weakref.ref(each)
                 self.mark("buckets", [each])
         for each in tree_leaves(returned):
-            if isinstance(each, FakeTensor):
-                self._update(each.untyped_storage())
+            local = getattr(each, "_local_tensor", each)
+            if isinstance(local, FakeTensor):
+                self._update(local.untyped_storage())
         call = call_of(func, args, returned)
         if call is not None:
             self.calls.append(call)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from ..api.contracts import TrainerView
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
@@ -31,6 +32,7 @@ from ..core.optimizer_config import parameters_of, resolve_optimizers
 from ..core.precision import DefaultDtype, Precision
 from ..core.quantized_state import is_quantized, parts_of
 from ..core.split_optimizer import optimizers_in
+from ..memory.communication import Traffic
 from ..memory.formulas import Bytes
 from ..memory.measure import copied
 from ..parallel.meta_device import tensors_of
@@ -40,8 +42,11 @@ from ..parallel.strategy import StepFunction, Strategy
 from ..parallel.window_passes import Window
 from ..run.overrides import batch_transfer
 from .absent_ranks import absent_ranks
-from .collectives import Traffic, summed
+from .collectives import summed
 from .recorder import Phase, Recorder
+
+# Windows of more micro-batches are computed from shorter ones.
+_MOST_PASSES = 5
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Part:
     """Changes how blocks keep activations."""
     updates_together: bool = False
     """Whether optimizers update all parameters of a group at once where they may choose, as they do on CUDA."""
+    trainer: TrainerView | None = None
+    """The Trainer, whose settings ``configure_optimizers`` may read."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,25 @@ def rehearse(strategy: Strategy, part: Part, world_size: int, num_nodes: int = 1
     Raises:
         Exception: code of the module, or of an optimizer, needs the values of tensors.
     """
+    if strategy.window_passes is None and part.window > _MOST_PASSES:
+        return _extended(strategy, part, world_size, num_nodes)
     layout = strategy.degrees.lay_out(world_size, strategy.rest)
     # Stages of a pipeline differ; of other ranks, the first holds the largest shard.
     kinds = [stage * layout.cp * layout.tp for stage in range(layout.pp)]
     found = [_Rank(strategy.clone(), part).run(rank, world_size, num_nodes) for rank in (*kinds[:2], *kinds[2:][-1:])]
     return max(found, key=lambda each: each.peak.total)
+
+
+def _extended(strategy: Strategy, part: Part, world_size: int, num_nodes: int) -> Rehearsed:
+    """Return the rehearsal of a long window, of which each micro-batch after the second adds the same collectives."""
+    short, longer = (rehearse(strategy, replace(part, window=window), world_size, num_nodes) for window in (2, 3))
+    before = {(each.operation, each.axis, each.ranks): each for each in short.traffic}
+    traffic = []
+    for each in longer.traffic:
+        other, more = before[each.operation, each.axis, each.ranks], part.window - 3
+        times = each.times + more * (each.times - other.times)
+        traffic.append(replace(each, times=times, payload=each.payload + more * (each.payload - other.payload)))
+    return replace(longer, traffic=tuple(traffic))
 
 
 class _Rank:
@@ -141,6 +162,8 @@ class _Rank:
         """Return the module on its device, with parameters that have no data."""
         strategy, part = self._strategy, self._part
         module = copied(part.module, _without_data).train()
+        if part.trainer is not None:
+            module.use_trainer(part.trainer)
         with strategy.building(), DefaultDtype(part.precision.parameter_dtype):
             module.configure_model()
         canonical = canonical_names(module)
