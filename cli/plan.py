@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -175,7 +175,7 @@ def _document(answer: _Answer) -> dict[str, Any]:
         "reserved": _reserved(plan),
         "available": plan.memory,
         "needs": row.needs,
-        "communication": answer.transfers,
+        "communication": [{**asdict(each), "sent": each.sent} for each in answer.transfers],
         "strategies": [
             {"name": each.name, "fits": each.fits, "refusal": each.refusal, "needs": each.needs} for each in plan
         ],

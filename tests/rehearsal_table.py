@@ -28,7 +28,7 @@ from phalanx.callbacks import LambdaCallback
 from phalanx.framework.core.degrees import resolve_degrees
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.core.registry import STRATEGIES
-from phalanx.framework.rehearsal.rehearse import Part, Rehearsed, rehearse
+from phalanx.framework.rehearsal.one_rank import Part, Rehearsed, rehearse
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS, BLOCKS = 64, 64, 4, 32, 4, 4
 CLIP, TOLERANCE = 0.3, 0.05

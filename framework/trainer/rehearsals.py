@@ -16,7 +16,7 @@ from ..core.size_text import size_text
 from ..launch import launch_function
 from ..memory.formulas import LAYOUTS, Footprint
 from ..memory.memory_plan import MemoryPlan, PlanRow, shortage
-from ..rehearsal.rehearse import Part, Rehearsed, rehearse
+from ..rehearsal import Part, rehearse
 from .model_measurements import first_batch
 from .sequence_checks import check_sequences
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..api.train_module import TrainModule
     from ..parallel.resources import Resources
     from ..parallel.strategy import Strategy
+    from ..rehearsal.one_rank import Rehearsed
     from .plan_target import PlanTarget
     from .session import Session, StageRequest
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.framework.core.degrees import resolve_degrees
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.core.registry import STRATEGIES
-from phalanx.framework.rehearsal.rehearse import Part, Rehearsed, rehearse
+from phalanx.framework.rehearsal.one_rank import Part, Rehearsed, rehearse
 
 # The whole table is that of `python tests/rehearsal_table.py`.
 SHORT = ("ddp@2", "fsdp tp=2@2", "fsdp cp=2@2", "pipeline pp=2@2")
