@@ -83,7 +83,12 @@ def with_rehearsal(session: Session, request: StageRequest, plan: MemoryPlan, ta
         return plan.with_row(_refused(plan, name, refusal))
     if name in LAYOUTS and LAYOUTS[name].engine:
         return replace(plan, notes=(*plan.notes, f"{name} is counted by formulas: its engine cannot be rehearsed."))
-    found = launch_function(_rehearsed, (session, request, plan, machines, given), 1)
+    found: tuple[Rehearsed, list[Rehearsed]] | _Failure
+    try:
+        found = launch_function(_rehearsed, (session, request, plan, machines, given), 1)
+    except PhalanxError as error:
+        # Such as a process that cannot be forked, as CUDA is in use in it.
+        found = _Failure(_summary(error), False)
     if isinstance(found, _Failure):
         if found.is_refusal or name not in LAYOUTS:
             return plan.with_row(_refused(plan, name, found.text))
