@@ -208,10 +208,10 @@ def _fitting(own: Rehearsed, part: Part, plan: MemoryPlan, machines: Resources) 
 
 
 def _candidates(own: Rehearsed, machines: Resources, least: float) -> Iterator[tuple[str, Degrees]]:
-    """Yield strategies with degrees of at least ``least`` that divide the ranks."""
+    """Yield strategies with degrees of at least ``least`` that divide the ranks, the likeliest to fit first."""
     if own.strategy != "fsdp" or machines.degrees.used:
         yield "fsdp", Degrees()
-    for degree in (4, 8, 2):
+    for degree in (8, 4, 2):
         if degree >= least and machines.world_size % degree == 0:
             yield "fsdp", Degrees(cp=degree)
             if machines.devices % degree == 0:
