@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from live_memory import LiveMemory
+from marked_pages import write_table
 from models import silent_trainer
 from ranks import close_pools, run_on_ranks
 from torch import Tensor, nn
@@ -32,7 +33,6 @@ from phalanx.framework.rehearsal.one_rank import Part, Rehearsed, rehearse
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS, BLOCKS = 64, 64, 4, 32, 4, 4
 CLIP, TOLERANCE = 0.3, 0.05
-_BEGIN, _END = "<!-- rehearsal table -->", "<!-- end of the rehearsal table -->"
 # The kinds of collectives, by parts of the names of torch's operators.
 _KINDS = {
     "reduce_scatter": "reduce-scatter", "allgather": "all-gather", "all_gather": "all-gather",
@@ -134,6 +134,8 @@ CASES = [
     Case("fsdp", 4, "cp=2,tp=2"),
     Case("pipeline", 4, "pp=2", 4),
     Case("pipeline", 4, "pp=4", 4),
+    Case("pipeline", 4, "pp=2,dp_shard=2", 4),
+    Case("pipeline", 4, "pp=2,tp=2", 4),
     Case("ddp", 8),
     Case("fsdp", 8),
     Case("ddp", 8, "tp=2"),
@@ -225,6 +227,17 @@ def counts_of(found: Rehearsed) -> Counts:
     return counts
 
 
+def are_close(counted: Counts, expected: Counts) -> bool:
+    """Whether there are the same collectives, with the same bytes up to the tolerance.
+
+    In pipelines of shards, ranks leave gradients out that no rank of their stage has, which a rehearsal does not know.
+    """
+    return counted.keys() == expected.keys() and all(
+        counted[kind][0] == times and abs(counted[kind][1] - size) <= TOLERANCE * size
+        for kind, (times, size) in expected.items()
+    )
+
+
 def main() -> int:
     """Print the table; return 1 if a row is beyond the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -244,7 +257,7 @@ def main() -> int:
         peak = max(each for each, _ in real)
         difference = found.peak.total / peak - 1
         expected, counted = real[found.rank][1], counts_of(found)
-        good = good and abs(difference) <= TOLERANCE and expected == counted
+        good = good and abs(difference) <= TOLERANCE and are_close(counted, expected)
         lines.append(
             f"| `{case}` | {found.peak.total / 1e3:,.0f} | {peak / 1e3:,.0f} | {difference:+.1%} | {_text(counted)} | "
             f"{'the same' if expected == counted else _text(expected)} |"
@@ -253,8 +266,7 @@ def main() -> int:
     close_pools()
     text = "\n".join(lines)
     if chosen.write is not None:
-        before, _, rest = chosen.write.read_text().partition(_BEGIN)
-        chosen.write.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{rest.partition(_END)[2]}")
+        write_table(chosen.write, "rehearsal table", text)
     return 0 if good else 1
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as distributed_c10d
 from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _utils
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -41,14 +42,20 @@ def _forget_meshes() -> None:
 
 def _adapt_torch(patches: ExitStack) -> None:
     """Replace what torch computes from the values of tensors, which have none."""
-    build = DeviceMesh.__init__
+    build, place = DeviceMesh.__init__, _utils._compute_local_shape_and_global_offset
 
     def mesh(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         # The coordinates of this rank, which are read from a tensor of ranks.
         with _disable_current_modes():
             build(self, *args, **kwargs)
 
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        # The offsets of this rank's part, which are read from a tensor of indices.
+        with _disable_current_modes():
+            return place(*args, **kwargs)
+
     patch(patches, DeviceMesh, "__init__", mesh)
+    patch(patches, _utils, "_compute_local_shape_and_global_offset", placed)
     # It compares the shapes of parameters with those of other ranks.
     patch(patches, dist, "_verify_params_across_processes", lambda *_: None)
     patch(patches, dist, "Reducer", _Reducer)

@@ -240,6 +240,7 @@ class _Rank:
         passes = strategy.window_passes
         assert passes is not None
         strategy.zero_grad(optimizer)
+        passes.begin()
         losses = torch.zeros(len(batches))
         passes.run(Window(0, batches, lambda index: step(batches[index], index), lambda _, output: _loss_of(output)))
         passes.share(losses)
