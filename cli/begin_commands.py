@@ -88,6 +88,7 @@ def _plan(commands: Any) -> None:
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of a node, such as 1TB (default: this machine)")
     parser.add_argument("--strategy", metavar="NAME", help="plan this strategy (default: that of the script)")
     parser.add_argument("--parallel", metavar="DEGREES", help="ranks along each axis, such as tp=2,cp=2")
+    parser.add_argument("--rehearse", action="store_true", help="run a step without data, also without --parallel")
     parser.add_argument("target", metavar="TARGET", help="a script with its arguments, or MODULE:CLASS")
     parser.add_argument("arguments", metavar="...", nargs="...", help=argparse.SUPPRESS)
 

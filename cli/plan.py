@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
 from ..framework.core.accumulation import resolve_accumulation
+from ..framework.core.degrees import resolve_degrees
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.global_batch import pieces_of, resolve_global_batch
 from ..framework.core.precision import resolve_precision
@@ -15,13 +16,14 @@ from ..framework.core.size_text import size_text
 from ..framework.core.wording import counted
 from ..framework.memory.alternatives import Alternatives, alternatives
 from ..framework.memory.available_memory import gpu_libraries
-from ..framework.memory.communication import Transfer, communication
+from ..framework.memory.communication import Traffic, Transfer, communication
 from ..framework.memory.formulas import LAYOUTS
 from ..framework.memory.memory_plan import MemoryPlan, PlanRow, TrainingData
+from ..framework.parallel.strategy import Strategy
 from .begin_commands import CHECK_FAILED
 from .looks import fitted_table, painted, say_wrapped
 from .output import say, say_json
-from .planned_program import canonical_strategy, of_class, of_script
+from .planned_program import PlannedFit, canonical_strategy, of_class, of_script
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class _Answer:
     window: int
     global_batch: int | None
     """Samples of an optimizer step where the program sets them; None: micro-batch x window x ranks."""
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Transfer, ...] | tuple[Traffic, ...]
     instead: Alternatives | None
     """None if the run fits."""
 
@@ -48,6 +50,10 @@ def show_plan(given: argparse.Namespace) -> int:
     chosen = None if given.strategy is None else canonical_strategy(given.strategy)
     fit = of_class(given.target) if ":" in given.target else of_script(given.target, given.arguments)
     are_other = given.ranks is not None or given.ranks_per_node is not None
+    parallel = fit.settings.parallel if given.parallel is None else given.parallel
+    about = _strategy(fit, chosen, parallel)
+    # By formulas nothing is split along these axes but the state.
+    rehearses = given.rehearse or bool(resolve_degrees(parallel).used)
     plan = fit.trainer.plan(
         fit.module,
         fit.loaders,
@@ -57,17 +63,21 @@ def show_plan(given: argparse.Namespace) -> int:
         ranks_per_node=given.ranks_per_node if are_other else fit.ranks_per_node,
         device_memory=given.device_memory,
         host_memory=given.host_memory,
-        parallel=fit.settings.parallel if given.parallel is None else given.parallel,
+        parallel=parallel,
+        rehearse=about if rehearses else None,
     )
-    row = _row(plan, chosen or fit.strategy)
+    row = _row(plan, about if isinstance(about, str) else about.name)
     precision = resolve_precision(fit.settings.precision)
     schedule = resolve_accumulation(fit.settings.accumulate_grad_batches)
     window = schedule.constant or schedule.largest
     whole = resolve_global_batch(fit.settings.global_batch_size, fit.settings.micro_batch_size)
     if whole is not None and plan.data is not None and plan.data.micro_batch is not None:
         window = len(pieces_of(whole.share(_data_ranks(plan)), plan.data.micro_batch))
-    transfers = communication(LAYOUTS[row.name], plan.size, plan.ranks, precision, window)
-    instead = alternatives(plan, row.name, precision) if not row.fits else None
+    is_counted = row.rank is None and row.name in LAYOUTS
+    transfers = (
+        communication(LAYOUTS[row.name], plan.size, plan.ranks, precision, window) if is_counted else row.traffic
+    )
+    instead = alternatives(plan, row.name, precision) if not row.fits and is_counted else None
     samples = None if whole is None else whole.samples
     answer = _Answer(given.target, type(fit.module).__name__, plan, row, window, samples, transfers, instead)
     if given.json:
@@ -75,6 +85,15 @@ def show_plan(given: argparse.Namespace) -> int:
     else:
         _show(answer)
     return 0 if row.fits and row.refusal is None else CHECK_FAILED
+
+
+def _strategy(fit: PlannedFit, chosen: str | None, parallel: Any) -> str | Strategy:
+    """Return the strategy that the answer is about; one with arguments of the program is that object."""
+    given = fit.settings.strategy
+    name = chosen or fit.strategy
+    if name == "auto" and "pp" in resolve_degrees(parallel).used:
+        return "pipeline"
+    return given if isinstance(given, Strategy) and name == given.name else name
 
 
 def _check_unit(option: str, size: str | None) -> None:
@@ -90,7 +109,7 @@ def _reserved(plan: MemoryPlan) -> int:
 def _row(plan: MemoryPlan, name: str) -> PlanRow:
     if name == "auto":
         return plan[plan.chosen]
-    if name not in LAYOUTS:
+    if name not in LAYOUTS and all(row.name != name for row in plan):
         raise ConfigurationError(
             f"There is no formula for strategy={name!r}: give --strategy with one of {', '.join(LAYOUTS)}."
         )
@@ -150,12 +169,13 @@ def _document(answer: _Answer) -> dict[str, Any]:
         "parallel": plan.degrees.given,
         "fits": row.fits,
         "refusal": row.refusal,
+        "rehearsed_rank": row.rank,
         "shortage": row.shortage,
         "batch": _batch(answer),
         "reserved": _reserved(plan),
         "available": plan.memory,
         "needs": row.needs,
-        "communication": answer.transfers,
+        "communication": [{**asdict(each), "sent": each.sent} for each in answer.transfers],
         "strategies": [
             {"name": each.name, "fits": each.fits, "refusal": each.refusal, "needs": each.needs} for each in plan
         ],
@@ -170,14 +190,19 @@ def _show(answer: _Answer) -> None:
     nodes = counted(-(-plan.world_size // (plan.local_size or plan.world_size)), "node")
     say_wrapped(f"{answer.target}: {answer.model}, {plan.size.elements:,} parameters{frozen}", "")
     say(f"strategy   {row.name}, {counted(plan.world_size, 'rank')} on {nodes}, precision {plan.precision}")
+    say(f"numbers    {'by formulas' if row.rank is None else f'rehearsed: a step of rank {row.rank}, without data'}")
     if plan.degrees.used:
-        layout = plan.degrees.lay_out(plan.world_size, "dp_replicate" if row.name == "ddp" else "dp_shard")
+        layout = plan.degrees.lay_out(
+            plan.world_size, "dp_replicate" if row.name in ("ddp", "pipeline") else "dp_shard"
+        )
         say(f"axes       {layout}")
     _show_batch(_batch(answer))
-    _show_memory(plan, row)
+    if row.needs.everywhere.total:
+        _show_memory(plan, row)
     for each in answer.transfers:
         often = "once" if each.times == 1 else f"{each.times} times"
-        say(f"step       {each.operation} of the {each.what}, {often}: a rank sends {size_text(each.sent)}")
+        what = f"along {each.axis}" if isinstance(each, Traffic) else f"of the {each.what}"
+        say(f"step       {each.operation} {what}, {often}: a rank sends {size_text(each.sent)}")
     if not answer.transfers:
         say("step       no communication but a few bytes")
     for note in plan.notes:
@@ -224,10 +249,12 @@ def _show_verdict(plan: MemoryPlan, row: PlanRow, instead: Alternatives | None) 
     if row.refusal is not None:
         say_wrapped(f"cannot be used: {row.refusal}", "")
         return
-    if instead is None:
+    if row.fits:
         print(painted("fits", "green"))
         return
     print(painted(f"does not fit: too large for the {row.shortage}", "red"))
+    if instead is None:
+        return
     ways = [f"strategy {', '.join(instead.strategies)}"] if instead.strategies else []
     ways += [f"a micro-batch of {instead.micro_batch}"] if instead.micro_batch else []
     ways += [f"{instead.ranks} ranks of such memory"] if instead.ranks else []

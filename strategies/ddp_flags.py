@@ -27,7 +27,7 @@ class FlaggedAdapter(StepAdapter):
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
         """Call ``step`` and let the parameter feed its loss."""
         output = step(*args, **kwargs)
-        if output.__class__ is Tensor:
+        if isinstance(output, Tensor):
             return output + self.participation if output.numel() == 1 else output
         if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
             return {**output, "loss": output["loss"] + self.participation}

@@ -29,6 +29,7 @@ class LiveMemory(TorchDispatchMode):
         self._changes: list[tuple[int, int]] = []
         """The serial number of a storage, and the bytes by which it has grown or shrunk; in order."""
         self._numbers = 0
+        self._start = 0
         self._is_on = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,10 +46,15 @@ class LiveMemory(TorchDispatchMode):
         self._update()
         self._is_on = False
 
+    def begin(self) -> None:
+        """Look for the peak from here on."""
+        self._update()
+        self._start = len(self._changes)
+
     @property
     def peak(self) -> int:
         """The most bytes at one time."""
-        return _highest(change for _, change in self._changes)
+        return max(list(accumulate((change for _, change in self._changes), initial=0))[self._start :])
 
     @property
     def kept(self) -> int:

@@ -7,12 +7,14 @@ device 0 as its current one, so each thread that calls CUDA first makes the devi
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from ..core.errors import ConfigurationError
+from ..system.environment import sets_threads, threads_for_ranks, usable_cores
 from ..system.launcher_env import Placement
 
 # The devices that the user listed for the ranks of a node, while a strategy connects.
@@ -87,3 +89,10 @@ def empty_caches() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def share_cores(place: Placement) -> None:
+    """Limit this rank to its share of the cores, unless the user or the launcher set the number of threads."""
+    bound = usable_cores() < (os.cpu_count() or 1)
+    if place.launcher in ("slurm", "mpi") and not bound and not sets_threads():
+        torch.set_num_threads(threads_for_ranks(place.local_size))

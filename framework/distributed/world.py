@@ -1,12 +1,12 @@
 """``World``: the rank of this process, and the collectives between ranks.
 
 A single process uses the same class with size 1: its collectives are identities, so no caller needs a special case.
+Nor does a single process that rehearses the part of one rank among many (``framework/rehearsal``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -17,16 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.errors import ConfigurationError, unknown
-from ..system.environment import (
-    environment_placement,
-    own_records,
-    sets_threads,
-    threads_for_ranks,
-    usable_cores,
-    variables_set,
-)
+from ..system.environment import environment_placement, own_records, variables_set
 from ..system.launcher_env import Placement
-from .devices import take_device
+from .devices import share_cores, take_device
 from .node_board import share_board
 from .object_frames import FrameSize, all_gather_object, broadcast_object, gather_object
 from .rank_zero import set_rank_zero_functions
@@ -101,6 +94,9 @@ class World:
         self.data_size = place.size
         # The number of ranks next to one another that compute the same, and draw the same random numbers.
         self.identical = 1
+        # Whether there is no other process: objects and small numbers of other ranks are taken to be those of this one.
+        # True of a single rank, and of one among ranks that are rehearsed, whose group is torch's "fake" one.
+        self.is_alone = place.size == 1 or (is_initialized() and dist.get_backend() == "fake")
         self._control: list[dist.ProcessGroup] = []
         self._board: list[Board] = []
         # If ``close`` is never called: when the world is garbage-collected, or at process exit.
@@ -138,7 +134,7 @@ class World:
         device = take_device(device_type, place)
         if (place.size > 1 or grouped) and not is_initialized():
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
-            _share_cores(place)
+            share_cores(place)
             meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
         own_records().record_joined(place.rank)
         set_rank_zero_functions(place.rank)
@@ -163,7 +159,7 @@ class World:
             ConfigurationError: this is the world of a single process.
         """
         if not self._control:
-            if self.size == 1:
+            if self.is_alone:
                 raise ConfigurationError("A world of one process has no control group: its collectives are identities.")
             self._control.append(dist.new_group(backend="gloo"))
             if (board := share_board(self._control[0])) is not None:
@@ -192,13 +188,14 @@ class World:
         """
         world = World(self.placement, self.device)
         world.data_rank, world.data_size, world.identical = self.data_rank, self.data_size, self.identical
-        if self.size > 1:
+        if not self.is_alone:
             world._control.append(dist.new_group(backend="gloo"))
         return world
 
     def control_reduce(self, vector: Tensor) -> Pending:
         """Start summing a float64 CPU tensor over all ranks, in place; call ``wait`` on the result. Collective."""
-        if self.size == 1:
+        if self.is_alone:
+            vector.mul_(self.size)
             return _DONE
         group = self.control
         if self._board and vector.numel() <= CAPACITY:
@@ -254,12 +251,12 @@ class World:
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Collective."""
-        if self.size > 1:
+        if not self.is_alone:
             self.control.barrier().wait()
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Return the object of rank ``src``. Pickled; one collective up to 16 KiB, else two. Collective."""
-        return obj if self.size == 1 else broadcast_object(obj, src, self.control)
+        return obj if self.is_alone else broadcast_object(obj, src, self.control)
 
     def all_gather_object(self, obj: T, size: FrameSize | None = None) -> list[T]:
         """Return the objects of all ranks. Pickled; one collective if all are small, else two. Collective.
@@ -267,11 +264,13 @@ class World:
         Small means 16 KiB on up to 64 ranks. On more ranks the limit falls to 512 bytes, so that all buffers together
         take about 1 MiB. A repeated exchange passes its own ``size``, which adapts to the objects.
         """
-        return [obj] if self.size == 1 else all_gather_object(obj, self.control, size)
+        return [obj] * self.size if self.is_alone else all_gather_object(obj, self.control, size)
 
     def gather_object(self, obj: T) -> list[T] | None:
         """Return the objects of all ranks on rank 0, None on others. Pickled; two collectives. Collective."""
-        return [obj] if self.size == 1 else gather_object(obj, self.control)
+        if self.is_alone:
+            return [obj] * self.size if self.is_global_zero else None
+        return gather_object(obj, self.control)
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         # If the device is not the CPU, CPU tensors use the control group: a default group that the user created with
@@ -284,13 +283,6 @@ _REDUCTIONS: dict[str, Any] = (
     if dist.is_available()
     else dict.fromkeys(("sum", "mean", "min", "max"))
 )
-
-
-def _share_cores(place: Placement) -> None:
-    """Limit this rank to its share of the cores, unless the user or the launcher set the number of threads."""
-    bound = usable_cores() < (os.cpu_count() or 1)
-    if place.launcher in ("slurm", "mpi") and not bound and not sets_threads():
-        torch.set_num_threads(threads_for_ranks(place.local_size))
 
 
 def _close_board(held: list[Board]) -> None:

@@ -18,6 +18,9 @@ from ..core.precision import Precision
 from .formulas import Layout, ModelSize, shard_of
 from .ranks import Ranks
 
+# Bytes that a rank sends for each byte of the full tensors, times (W - 1) / W, in a ring of W ranks.
+_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -69,3 +72,25 @@ def _transfers(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precisi
 def _transfer(operation: str, what: str, times: int, held: int, ranks: int) -> Transfer:
     passes = 2 if operation == "all-reduce" else 1
     return Transfer(operation, what, times, passes * times * held * (ranks - 1) // ranks)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind in an optimizer step, over groups of the same ranks."""
+
+    operation: str
+    """``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``, ``"broadcast"`` or ``"send"``."""
+    axis: str
+    """The axes along which the ranks of a group differ, such as ``"tp"`` or ``"dp_shard x cp"``."""
+    ranks: int
+    """The number of ranks of a group."""
+    times: int
+    payload: int
+    """Bytes of the full tensors, in all of them together."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends."""
+        if self.operation not in _PASSES:
+            return self.payload
+        return _PASSES[self.operation] * self.payload * (self.ranks - 1) // self.ranks

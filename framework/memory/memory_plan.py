@@ -11,6 +11,7 @@ from ..core.precision import Precision
 from ..core.size_text import size_text
 from ..core.wording import counted
 from .available_memory import Memory
+from .communication import Traffic
 from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, footprint
 from .measure import Activations
 from .ranks import Ranks
@@ -31,6 +32,10 @@ class PlanRow:
     """The place whose memory is too small, ``"device"``, ``"host"`` or ``"disk"``; None if everything fits."""
     refusal: str | None = None
     """The reason why the strategy cannot be used here, in a sentence; None if it can."""
+    rank: int | None = None
+    """The rank whose step was rehearsed; None: ``needs`` is by formulas."""
+    traffic: tuple[Traffic, ...] = ()
+    """The collectives of a step that was rehearsed."""
 
     @property
     def fits(self) -> bool:
@@ -42,7 +47,8 @@ class PlanRow:
         """The last column of the table."""
         if self.refusal is not None:
             return self.refusal.partition(". ")[0].partition(": ")[0]
-        return "fits" if self.shortage is None else f"too large for the {self.shortage}"
+        verdict = "fits" if self.shortage is None else f"too large for the {self.shortage}"
+        return verdict if self.rank is None else f"{verdict}, rehearsed"
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,12 @@ class MemoryPlan:
 
     def __iter__(self) -> Iterator[PlanRow]:
         return iter(self.rows)
+
+    def with_row(self, row: PlanRow, notes: Sequence[str] = ()) -> MemoryPlan:
+        """Return a plan with another row for a strategy, or one more."""
+        rows = [row if each.name == row.name else each for each in self.rows]
+        rows += [] if any(each.name == row.name for each in rows) else [row]
+        return replace(self, rows=tuple(rows), notes=(*self.notes, *notes))
 
     @property
     def fits(self) -> bool:

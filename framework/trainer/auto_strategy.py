@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..core.errors import PhalanxError
 from ..core.registry import STRATEGIES
 from ..core.wording import counted
 from ..launch import forked_ranks_can_use_cuda, launch_function
@@ -20,6 +19,7 @@ from ..memory.ranks import Ranks
 from ..run.overrides import is_overridden
 from ..system.environment import nvme_path
 from .model_measurements import Measurements, measure, rank_device
+from .rehearsals import WHOLE_LAYERS, refusal_of, with_rehearsal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from .plan_target import PlanTarget
     from .session import Session, StageRequest
 
-# Errors that mean a strategy cannot be used on this machine.
-_REFUSALS = (PhalanxError, ImportError, OSError)
-
 
 def plan_memory(
     session: Session, request: StageRequest, activation_bytes: int | None, target: PlanTarget
@@ -39,8 +36,10 @@ def plan_memory(
     """Return the plan. No ranks are started."""
     if _needs_child(session.fabric.resources):
         # Here, the opened device would keep its memory, and no rank could be forked afterwards.
-        return launch_function(_plan_here, (session, request, activation_bytes, target), 1, uses_cuda=True)
-    return _plan_here(session, request, activation_bytes, target)
+        plan = launch_function(_plan_here, (session, request, activation_bytes, target), 1, uses_cuda=True)
+    else:
+        plan = _plan_here(session, request, activation_bytes, target)
+    return plan if target.rehearse is None else with_rehearsal(session, request, plan, target)
 
 
 def _needs_child(resources: Resources) -> bool:
@@ -136,11 +135,11 @@ def _plan(
     refusals = {
         name: refusal
         for name in names
-        if (refusal := _refusal(name, resources, module, measured.optimizers, session.settings.clipping)) is not None
+        if (refusal := refusal_of(name, resources, module, measured.optimizers, session.settings.clipping)) is not None
     }
     notes = measured.notes
     if "tp" in resources.degrees.used:
-        notes += ("Layers that tp splits count in full, so each rank needs less than this.",)
+        notes += (WHOLE_LAYERS,)
     return make_plan(
         measured.size,
         _ranks(resources),
@@ -160,24 +159,6 @@ def _maximum(measured: list[Measurements]) -> Measurements:
     known = [each.activations for each in measured if each.activations is not None]
     notes = dict.fromkeys(note for each in measured for note in each.notes)
     return replace(measured[0], activations=max(known, key=lambda each: each.kept, default=None), notes=tuple(notes))
-
-
-def _refusal(
-    name: str, resources: Resources, module: TrainModule, optimizers: int, clipping: tuple[float | None, str]
-) -> str | None:
-    """Return why a strategy cannot be used here, by the checks that ``fit`` makes; None if it can."""
-    try:
-        # Without arguments, as "auto" would construct it: zero3-nvme then takes its folder from the environment.
-        strategy = STRATEGIES.load(name)().with_degrees(resources.degrees)
-        strategy.check(resources.world_size, resources.device_type, resources.num_nodes, resources.precision)
-        strategy.check_module(module)
-    except _REFUSALS as error:
-        return str(error)
-    if optimizers > 1 and strategy.traits.takes_one_optimizer:
-        return f"It supports one optimizer, and there are {optimizers} optimizers."
-    if clipping[0] is not None and clipping[1] == "value" and not strategy.traits.replicates:
-        return "It clips only by norm."
-    return None
 
 
 def _ranks(resources: Resources) -> Ranks:

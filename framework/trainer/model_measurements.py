@@ -72,7 +72,7 @@ def measure(session: Session, request: StageRequest, memory: Memory, activation_
         activations = Activations(activation_bytes, casts_of(size, resources.precision))
     else:
         try:
-            batch, data = _first_batch(session, request)
+            batch, data = first_batch(session, request)
             activations = _activations(session, request, batch, size, memory)
         except Exception as error:
             notes.append(f"Activations could not be measured, and count as 0: {_summary(error)}")
@@ -111,7 +111,7 @@ def rank_device(resources: Resources) -> torch.device:
     return device_of(resources.device_type, resources.place, resources.indices)
 
 
-def _first_batch(session: Session, request: StageRequest) -> tuple[Any, TrainingData]:
+def first_batch(session: Session, request: StageRequest) -> tuple[Any, TrainingData]:
     """Return this rank's first micro-batch and the size of the data. Generators and loaders are left unchanged."""
     settings, datamodule, resources = session.settings, request.datamodule, session.resources
     world = World(resources.place, rank_device(resources))

@@ -13,6 +13,7 @@ from ..memory.available_memory import Memory, gpu_libraries
 
 if TYPE_CHECKING:
     from ..parallel.resources import Resources
+    from ..parallel.strategy import Strategy
 
 _MOST_RANKS_OF_A_NODE = 8
 
@@ -30,6 +31,8 @@ class PlanTarget:
     """The memory of a node."""
     parallel: Mapping[str, int] | str | None = None
     """The degrees of parallelism."""
+    rehearse: str | Strategy | None = None
+    """The strategy whose step is rehearsed."""
 
     def check(self, own: Resources) -> None:
         """Check all values.

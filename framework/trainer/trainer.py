@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..memory.memory_plan import MemoryPlan
     from ..metrics.logger import Logger
     from ..parallel.compilation import Compilation
+    from ..parallel.strategy import Strategy
     from .resolved_settings import Settings
 
 _DEFAULT_NAME = "phalanx_logs"
@@ -142,6 +143,7 @@ class Trainer(TrainerSearches):
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
         parallel: Mapping[str, int] | str | None = None,
+        rehearse: str | Strategy | None = None,
     ) -> MemoryPlan:
         """Return the memory that each strategy needs per rank, and that available; printed, it is a table.
 
@@ -155,11 +157,12 @@ class Trainer(TrainerSearches):
             device_memory: plan for GPUs of this memory, in bytes or as ``"80GB"``, and not for this machine.
             host_memory: plan for nodes of this memory.
             parallel: plan with these degrees, and not with those of the Trainer.
+            rehearse: a strategy whose row is measured by a rehearsal, in a process of its own, and not by formulas.
 
         Raises:
             ConfigurationError: the module or the data could not be used by ``fit``, or a number is not one.
         """
-        target = PlanTarget(ranks, ranks_per_node, device_memory, host_memory, parallel)
+        target = PlanTarget(ranks, ranks_per_node, device_memory, host_memory, parallel, rehearse)
         target.check(self.fabric.resources)
         if activation_bytes is not None and not is_count(activation_bytes, 0):
             raise ConfigurationError(f"activation_bytes={activation_bytes!r} must be a number of bytes, 0 or more.")

@@ -57,8 +57,9 @@ class StagedGradients(ShardedGradients):
         present = torch.zeros(ranks, shards.count, dtype=torch.float64)
         present[own, shards.present] = 1.0
         self._world.control_reduce(present.view(-1)).wait()
-        shards.reduce(present[own].nonzero().flatten().tolist())
-        summed = [parameter for parameter in shared if present[:, shards.number_of(parameter)].any()]
+        counts = present.tolist()
+        shards.reduce([number for number, count in enumerate(counts[own]) if count])
+        summed = [each for each in shared if any(row[shards.number_of(each)] for row in counts)]
         _sum(summed, self._pipeline)
 
     def _is_shared(self, parameter: Tensor) -> bool:

@@ -309,3 +309,95 @@ def test_wrong_arguments_are_answered_in_one_line(script: Path, tmp_path: Path) 
         lines = [line for line in done.stdout.splitlines() if line != "printed by the script"]
         assert (done.returncode, len(lines)) == (78, 1), done.stdout
         assert expected in lines[0]
+
+
+MESH = """
+import sys
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import DataLoader
+from phalanx import Trainer, TrainModule
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.project = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 32)
+    def forward(self, x):
+        heads = (each(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for each in self.qkv)
+        mixed = scaled_dot_product_attention(*heads, is_causal=True)
+        return x + self.project(mixed.transpose(1, 2).flatten(2))
+
+class Model(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+    def training_step(self, batch, index):
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+    def configure_tensor_parallel(self, mesh):
+        return {"blocks.*.qkv.*": ColwiseParallel(), "blocks.*.project": RowwiseParallel()}
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+if __name__ == "__main__":
+    trainer = Trainer(
+        strategy=sys.argv[1], devices=2, accelerator="cpu", max_steps=1, accumulate_grad_batches=int(sys.argv[2]),
+        verbose=False, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    )
+    trainer.fit(Model(), DataLoader(torch.randn(64, 16, 32), 4))
+"""
+BLOCK = 4 * (32 * 32 + 32) * 4
+
+
+@pytest.fixture
+def mesh_script(tmp_path: Path) -> Path:
+    (path := tmp_path / "mesh.py").write_text(MESH)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("degrees", "window", "strategy", "parameters"),
+    [
+        ("tp=2", 1, "fsdp", 4 * BLOCK / 8),
+        ("pp=4", 4, "pipeline", BLOCK),
+        ("tp=2,dp_replicate=-1", 1, "ddp", 2 * BLOCK),
+    ],
+)
+def test_a_plan_with_degrees_is_rehearsed(
+    mesh_script: Path, degrees: str, window: int, strategy: str, parameters: float
+) -> None:
+    options = ["--ranks", 8, "--parallel", degrees, "--strategy", strategy]
+    found, code = planned(mesh_script, "auto", window, options=options)
+    assert (code, found["strategy"], found["refusal"]) == (0, strategy, None)
+    assert found["rehearsed_rank"] in range(8)
+    # What tp does not split, the bias of a projection, is small.
+    assert everywhere(found["needs"], "parameters") == pytest.approx(parameters, rel=0.05)
+    axis = degrees.partition("=")[0]
+    assert any(axis in each["axis"] and each["sent"] > 0 for each in found["communication"])
+
+
+@pytest.mark.parametrize(
+    ("degrees", "window", "strategy", "sentence"),
+    [
+        ("tp=8", 1, "fsdp", "With parallel={'tp': 4} it does not."),
+        ("pp=8", 8, "pipeline", "use 2, 3, 4 stages"),
+        ("pp=4", 2, "pipeline", "use at least 4"),
+    ],
+)
+def test_degrees_that_do_not_divide_a_module_are_refused_with_others(
+    mesh_script: Path, degrees: str, window: int, strategy: str, sentence: str
+) -> None:
+    options = ["--ranks", 64, "--parallel", degrees, "--strategy", strategy]
+    found, code = planned(mesh_script, "auto", window, options=options)
+    assert code != 0
+    assert sentence in found["refusal"]
+
+
+def test_degrees_that_fit_are_proposed(mesh_script: Path) -> None:
+    options = ["--ranks", 8, "--rehearse", "--host-memory", "4MB", "--ranks-per-node", 8]
+    found, code = planned(mesh_script, "ddp", 1, options=options)
+    assert (code != 0, found["shortage"]) == (True, "device")
+    assert "parallel=" in " ".join(found["notes"])

@@ -34,12 +34,13 @@ ROOMS: dict[str, str] = {
     "api": "core distributed metrics checkpoint parallel state pretrained profiling fabric",
     "memory": "core parallel api",
     "run": "core system distributed metrics checkpoint parallel data state watchdog profiling fabric api",
+    "rehearsal": "core parallel api memory run",
     "diagnostics": "core system distributed metrics checkpoint parallel api run",
     "resume": "core system distributed checkpoint parallel data state pretrained launch api run report",
     "loop": "core distributed metrics parallel data state watchdog profiling api run diagnostics resume",
     "trainer": "core system distributed metrics checkpoint parallel data state pretrained watchdog launch profiling "
     "fabric api "
-    "memory run diagnostics resume loop report",
+    "memory run rehearsal diagnostics resume loop report",
     "configuration": "core system distributed metrics parallel launch api run trainer",
     "huggingface": "core api system distributed checkpoint parallel pretrained resume trainer",
 }

@@ -128,3 +128,30 @@ def test_a_smaller_micro_batch_takes_its_part_of_the_activations() -> None:
     assert not plan_on(1, 30, kept=2 * size * 2 * MB)["single"].fits
     assert alternatives(plan_on(1, 30, 64 * MB, None), "single", FP32).micro_batch is None
     assert alternatives(plan_on(1, 30, 64 * MB, 1), "single", FP32).micro_batch is None
+
+
+def test_a_step_that_cannot_be_rehearsed_is_counted_by_formulas() -> None:
+    class DependsOnValues(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss + batch[0][batch[0] > 0].sum()
+
+    trainer = silent_trainer()
+    counted = trainer.plan(DependsOnValues(), loader(), ranks=4)
+    plan = trainer.plan(DependsOnValues(), loader(), ranks=4, rehearse="ddp")
+    assert (plan["ddp"].rank, plan["ddp"].needs) == (None, counted["ddp"].needs)
+    assert "ddp is counted by formulas, as it could not be rehearsed" in plan.notes[-1]
+
+
+def test_the_engine_of_a_strategy_is_counted_by_formulas() -> None:
+    plan = silent_trainer().plan(Regressor(), loader(), ranks=4, rehearse="zero2")
+    assert plan["zero2"].rank is None
+    assert any("zero2 is counted by formulas" in note for note in plan.notes) or plan["zero2"].refusal is not None
+
+
+def test_a_rehearsed_row_is_named_in_the_table() -> None:
+    plan = silent_trainer().plan(Regressor(), loader(), ranks=4, rehearse="fsdp")
+    assert plan["fsdp"].rank == 0
+    assert plan["fsdp"].traffic
+    (line,) = [line for line in str(plan).splitlines() if "fsdp" in line]
+    assert line.endswith("fits, rehearsed")

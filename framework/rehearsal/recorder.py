@@ -1,0 +1,193 @@
+"""``Recorder``: the bytes of tensors without data that are alive, by category, and the collectives of a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..core.patches import patch
+from ..memory.formulas import Bytes
+from .collectives import Call, call_of
+
+# The operator by which `torch.tensor` returns.
+_LIFT = torch.ops.aten.lift_fresh.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+class Phase(Enum):
+    """The part of a rehearsal in which a tensor was allocated."""
+
+    SETUP = "setup"
+    PASSES = "passes"
+    UPDATE = "update"
+
+
+class Recorder(TorchDispatchMode):
+    """Records what operations on tensors without data allocate and free, and their collectives.
+
+    A storage counts once, with the size that it has: FSDP resizes those of gathered parameters. Categories are
+    attributes of storages: what ``mark`` was given; ``buckets`` for what collectives send and receive, for parameters
+    that were gathered, and for what was allocated outside of passes; else ``activations``.
+
+    Operations on other tensors, such as the ranks of a mesh, run as always. A number that is read from a tensor without
+    data is 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._phase = Phase.SETUP
+        self.calls: list[Call] = []
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        """The serial number of a storage by its address, which others get when it is freed."""
+        self._sizes: dict[int, int] = {}
+        self._changes: list[tuple[int, int]] = []
+        """The serial number of a storage, and the bytes by which it has grown or shrunk; in order."""
+        self._categories: dict[int, str] = {}
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        """Parameters that operations were given, by their ``id``; those that strategies gather are not the module's."""
+        self._start = 0
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Any:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: Any) -> Any:
+            returned = resize(storage, size)
+            self._update(storage)
+            return returned
+
+        patch(self._patches, torch.UntypedStorage, "resize_", resized)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if func is _ITEM and isinstance(given[0], FakeTensor) and given[0].constant is None:
+            return _one(given[0])
+        device = kwargs.get("device")
+        if func is not _LIFT and _is_plain(given, device):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if device is not None and torch.device(device).type == "meta":
+            with unset_fake_temporarily():
+                return func(*tree_map(_on_meta, args), **kwargs)
+        returned = func(*args, **kwargs)
+        self._note(func, args, given, returned)
+        return returned
+
+    def _note(self, func: Any, args: Any, given: list[Tensor], returned: Any) -> None:
+        # Not in set-up, where `Module.to` swaps tensors, which it refuses to where there is a reference.
+        for each in given if self._phase is Phase.PASSES else ():
+            if getattr(each, "_is_param", False) and isinstance(each, FakeTensor) and id(each) not in self._parameters:
+                self._parameters[id(each)] = weakref.ref(each)
+                self.mark("buckets", [each])
+        for each in tree_leaves(returned):
+            local = getattr(each, "_local_tensor", each)
+            if isinstance(local, FakeTensor):
+                self._update(local.untyped_storage())
+        call = call_of(func, args, returned)
+        if call is not None:
+            self.calls.append(call)
+            self.mark("buckets", [*given, *(each for each in tree_leaves(returned) if isinstance(each, Tensor))])
+            for each in given:
+                if isinstance(each, FakeTensor):
+                    # What the other ranks have added is not known.
+                    each.constant = None
+
+    # ---- categories ------------------------------------------------------------------------------------------------
+
+    def mark(self, category: str, tensors: Iterable[Any]) -> None:
+        """Set the category of tensors, which ``buckets`` does not change where another one was set."""
+        for each in tensors:
+            local = getattr(each, "_local_tensor", each)
+            if isinstance(local, FakeTensor):
+                number = self._update(local.untyped_storage())
+                if category != "buckets" or self._categories[number] == "activations":
+                    self._categories[number] = category
+
+    def mark_gradients(self) -> None:
+        """Set the category of the gradients of all parameters."""
+        held = [parameter for each in self._parameters.values() if (parameter := each()) is not None]
+        self.mark("gradients", [parameter.grad for parameter in held])
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a part of the rehearsal."""
+        self._phase = phase
+
+    def begin_step(self) -> None:
+        """Look for the peak from here on, and count collectives."""
+        self._start = len(self._changes)
+        self.calls.clear()
+
+    # ---- bytes -----------------------------------------------------------------------------------------------------
+
+    def peak(self) -> Bytes:
+        """Return the bytes that are alive at the peak, by category."""
+        held: Counter[str] = Counter()
+        most, total = Counter[str](), 0
+        for index, (number, change) in enumerate(self._changes):
+            held[self._categories[number]] += change
+            if index + 1 >= self._start and (now := sum(held.values())) > total:
+                most, total = held.copy(), now
+        return Bytes(**{category: most[category] for category in most if most[category] > 0})
+
+    def _update(self, storage: Any) -> int:
+        """Record the size of a storage; return its serial number."""
+        address = storage._cdata
+        known = self._live.get(address)
+        if known is None or known[1]() is not storage:
+            number = len(self._sizes)
+            self._sizes[number] = 0
+            self._categories[number] = "activations" if self._phase is Phase.PASSES else "buckets"
+            self._live[address] = number, weakref.ref(storage, lambda _: self._freed(address, number))
+        else:
+            number = known[0]
+        self._resize(number, storage.nbytes())
+        return number
+
+    def _freed(self, address: int, number: int) -> None:
+        self._resize(number, 0)
+        if self._live.get(address, (None,))[0] == number:
+            del self._live[address]
+
+    def _resize(self, number: int, size: int) -> None:
+        change = size - self._sizes[number]
+        if change:
+            self._sizes[number] = size
+            self._changes.append((number, change))
+
+
+def _is_plain(tensors: list[Tensor], device: Any) -> bool:
+    """Whether an operation has no tensors of this rehearsal, nor returns one."""
+    if not tensors or any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
+        return False
+    return device is None or torch.device(device).type == "meta" or not any(each.is_meta for each in tensors)
+
+
+def _on_meta(given: Any) -> Any:
+    """Return a tensor of torch's own on the meta device, as parts that a rank does not hold have."""
+    if not isinstance(given, FakeTensor):
+        return given
+    return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
+
+
+def _one(tensor: Tensor) -> Any:
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1
