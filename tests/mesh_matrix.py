@@ -57,7 +57,7 @@ def fill(rows: Sequence[Mesh], columns: Sequence[Mesh], folder: str) -> dict[tup
         path = f"{folder}/{mesh}.ckpt"
         saved[mesh] = path, outcomes(mesh, WINDOW, STEPS, saves=path)
         print(f"{deviation(saved[mesh][1], WINDOW, 0, STEPS, mesh):.1e}  {mesh}, not interrupted", flush=True)
-    cells = {}
+    cells: dict[tuple[Mesh, Mesh], Cell] = {}
     for column in columns:
         for row, (path, whole) in saved.items():
             if len(cells) % _CELLS_OF_A_PROCESS == 0:

@@ -43,21 +43,12 @@ def refusal_of(
     module: TrainModule,
     optimizers: int,
     clipping: tuple[float | None, str],
-    window: int | None = None,
 ) -> str | None:
-    """Return why a strategy cannot be used here, by the checks that ``fit`` makes; None if it can.
-
-    ``window``: the micro-batches of a step; None if they are not known.
-    """
+    """Return why a strategy cannot be used here, by the checks that ``fit`` makes; None if it can."""
     try:
-        # Without arguments, as "auto" would construct it: zero3-nvme then takes its folder from the environment.
-        strategy = STRATEGIES.load(given)() if isinstance(given, str) else given.clone()
-        strategy = strategy.with_degrees(resources.degrees)
-        strategy.check(resources.world_size, resources.device_type, resources.num_nodes, resources.precision)
+        strategy = _checked(given, resources)
         strategy.check_module(module)
         check_sequences(module, "fit", replace(resources, strategy=strategy))
-        if window is not None and strategy.window_passes is not None:
-            strategy.window_passes.check([window], f"accumulate_grad_batches={window}")
     except _REFUSALS as error:
         return str(error)
     if optimizers > 1 and strategy.traits.takes_one_optimizer:
@@ -65,6 +56,15 @@ def refusal_of(
     if clipping[0] is not None and clipping[1] == "value" and not strategy.traits.replicates:
         return "It clips only by norm."
     return None
+
+
+def _checked(given: str | Strategy, resources: Resources) -> Strategy:
+    """Return a strategy with the degrees of a plan, whose ranks, device and precision it accepts."""
+    # Without arguments, as "auto" would construct it: zero3-nvme then takes its folder from the environment.
+    strategy = STRATEGIES.load(given)() if isinstance(given, str) else given.clone()
+    strategy = strategy.with_degrees(resources.degrees)
+    strategy.check(resources.world_size, resources.device_type, resources.num_nodes, resources.precision)
+    return strategy
 
 
 def with_rehearsal(session: Session, request: StageRequest, plan: MemoryPlan, target: PlanTarget) -> MemoryPlan:
@@ -77,8 +77,7 @@ def with_rehearsal(session: Session, request: StageRequest, plan: MemoryPlan, ta
     name = given if isinstance(given, str) else given.name
     machines = target.resources(session.fabric.resources)
     machines = replace(machines, device_type=plan.device_type)
-    window = _window(session, plan, machines)
-    refusal = refusal_of(given, machines, request.module, 1, session.settings.clipping, window)
+    refusal = refusal_of(given, machines, request.module, 1, session.settings.clipping)
     if refusal is not None:
         return plan.with_row(_refused(plan, name, refusal))
     if name in LAYOUTS and LAYOUTS[name].engine:
@@ -96,7 +95,10 @@ def with_rehearsal(session: Session, request: StageRequest, plan: MemoryPlan, ta
         return replace(plan, notes=(*plan.notes, note))
     own, fitting = found
     notes = [f"{each.strategy} with {_as_argument(each)} fits: {size_text(each.peak.total)}." for each in fitting]
-    plan = replace(plan, notes=tuple(note for note in plan.notes if note != WHOLE_LAYERS))
+    passes, window = _checked(given, machines).window_passes, _window(session, plan, machines)
+    remark = None if passes is None else passes.remark([window], f"accumulate_grad_batches={window}")
+    kept = [note for note in plan.notes if note != WHOLE_LAYERS]
+    plan = replace(plan, notes=(*kept, *([] if remark is None else [remark])))
     return plan.with_row(_row(own, plan), notes)
 
 
@@ -195,7 +197,7 @@ def _fitting(own: Rehearsed, part: Part, plan: MemoryPlan, machines: Resources) 
         if time.monotonic() - began > _SEARCH_SECONDS or found == _MOST_FOUND:
             return
         others = replace(machines, degrees=degrees)
-        if refusal_of(name, others, part.module, 1, part.clipping, part.window) is not None:
+        if refusal_of(name, others, part.module, 1, part.clipping) is not None:
             continue
         try:
             strategy = STRATEGIES.load(name)().with_degrees(degrees)

@@ -384,7 +384,6 @@ def test_a_plan_with_degrees_is_rehearsed(
     [
         ("tp=8", 1, "fsdp", "With parallel={'tp': 4} it does not."),
         ("pp=8", 8, "pipeline", "use 2, 3, 4 stages"),
-        ("pp=4", 2, "pipeline", "use at least 4"),
     ],
 )
 def test_degrees_that_do_not_divide_a_module_are_refused_with_others(
@@ -394,6 +393,12 @@ def test_degrees_that_do_not_divide_a_module_are_refused_with_others(
     found, code = planned(mesh_script, "auto", window, options=options)
     assert code != 0
     assert sentence in found["refusal"]
+
+
+def test_a_window_that_leaves_ranks_of_a_pipeline_idle_is_noted(mesh_script: Path) -> None:
+    found, code = planned(mesh_script, "auto", 2, options=["--ranks", 64, "--parallel", "pp=4"])
+    assert (code, found["strategy"]) == (0, "pipeline")
+    assert "each of which waits" in " ".join(found["notes"])
 
 
 def test_degrees_that_fit_are_proposed(mesh_script: Path) -> None:
