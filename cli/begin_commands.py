@@ -76,10 +76,7 @@ def _selftest(commands: Any) -> None:
 
 def _plan(commands: Any) -> None:
     text = "count memory and communication of a run, without training"
-    details = (
-        "TARGET is a script, which runs up to its fit, with its arguments, or\n"
-        f"MODULE:CLASS. The exit code is {CHECK_FAILED} if the run does not fit."
-    )
+    details = f"A script runs up to its fit. The exit code is {CHECK_FAILED} if the run does not fit."
     example = "phalanx plan --ranks 64 --device-memory 80GB train.py --width 4096"
     parser = add_command(commands, "plan", show_plan, text, example, details)
     parser.add_argument("--ranks", type=int, metavar="N", help="plan for N ranks (default: those of the script)")

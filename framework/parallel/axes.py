@@ -19,15 +19,18 @@ def check_axes(degrees: Degrees, strategy: str, axes: Iterable[str]) -> None:
     for axis in degrees.used:
         if axis not in known:
             takes = f"takes {listed(known)}" if known else "takes no degrees"
-            others = [name for name in STRATEGIES if name != strategy and axis in _axes_of(name)]
+            others = [name for name in STRATEGIES if name != strategy and _suits(name, degrees)]
             way = f"use {' or '.join(f'strategy={name!r}' for name in others)}, or leave" if others else "leave"
             raise ConfigurationError(f"{degrees} with strategy={strategy!r}, which {takes}: {way} {axis} out.")
 
 
-def _axes_of(name: str) -> tuple[str, ...]:
-    """Return the axes of a registered strategy; none if it cannot be loaded, or is a function that makes one."""
+def _suits(name: str, degrees: Degrees) -> bool:
+    """Whether a registered strategy has all axes of degrees, and uses no others of its own accord.
+
+    False if it cannot be loaded, or is a function that makes one.
+    """
     try:
-        axes: tuple[str, ...] = getattr(STRATEGIES.load(name), "axes", ())
+        strategy = STRATEGIES.load(name)
+        return set(strategy.degrees.used) <= set(degrees.used) <= set(strategy.axes)
     except (ImportError, AttributeError):
-        return ()
-    return axes
+        return False
