@@ -48,11 +48,18 @@ class Llama(TrainModule):
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.embed(batch[:, :-1])
+    def cut_sequences(self, batch: Tensor, part: Any) -> tuple[Tensor, Tensor]:
+        return part(batch[:, :-1]), part(batch[:, 1:])
+
+    def batch_weight(self, batch: tuple[Tensor, Tensor]) -> int:
+        return batch[1].numel()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
     def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

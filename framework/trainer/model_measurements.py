@@ -24,7 +24,8 @@ from ..memory.measure import (
     without_data,
 )
 from ..memory.memory_plan import TrainingData, casts_of
-from ..run.overrides import batch_transfer
+from ..parallel.sequence_part import SequencePart
+from ..run.overrides import batch_transfer, cutting
 from .data_sources import Data
 
 if TYPE_CHECKING:
@@ -94,10 +95,12 @@ def _activations(session: Session, request: StageRequest, batch: Any, size: Mode
         raise ConfigurationError("a step under manual optimization updates weights, so it is not run before training.")
     precision, device = resources.precision, rank_device(resources)
     prepare = None if session.settings.memory is None else session.settings.memory.apply
+    part = SequencePart(0, resources.layout.cp)
     # The copy, its gradients, and as much again for activations.
     if 3 * size.elements * precision.parameter_dtype.itemsize >= memory.device / 2:
-        return measure_with_fake_tensors(module, batch, precision, prepare)
-    transfer = batch_transfer(device, precision, module, request.datamodule)
+        cut = cutting(module, part)
+        return measure_with_fake_tensors(module, batch if cut is None else cut(batch), precision, prepare)
+    transfer = batch_transfer(device, precision, module, request.datamodule, part)
     try:
         given = batch if transfer is None else transfer(batch, 0)
         return measure_with_data(module, given, device, precision, prepare)

@@ -246,6 +246,23 @@ def test_activations_on_fake_tensors_are_the_same() -> None:
     assert real.casts == pytest.approx(2 * (10 * 16 + 3 * 16 * 16), rel=0.1)
 
 
+@pytest.mark.parametrize("side", [1, 10**7])
+def test_batches_that_a_module_cuts_are_measured_with_data_and_without(side: int) -> None:
+    class Cuts(Regressor):
+        def configure_model(self) -> None:
+            # Of side 10**7 it takes 400 TB, so the model is measured on tensors without data.
+            self.large = nn.Parameter(torch.empty(side, side))
+
+        def cut_sequences(self, batch: Any, part: Any) -> Any:
+            return {"inputs": batch[0], "targets": batch[1]}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.mse_loss(self.net(batch["inputs"]), batch["targets"])
+
+    plan = silent_trainer(devices=1).plan(Cuts(), loader())
+    assert plan.activations == Activations(4 * 4 * (6 + 16 + 1 + 1))
+
+
 def test_planning_does_not_change_the_module_or_the_generators() -> None:
     module, data = Net(16).eval(), words()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
