@@ -12,6 +12,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from marked_pages import write_table
@@ -67,9 +68,10 @@ def row_of(case: Case) -> str:
         accumulate_grad_batches=case.window,
         verbose=False,
     )
-    data = DataLoader(torch.zeros(512, case.length + 1, dtype=torch.long), batch_size=1)  # type: ignore[arg-type]
-    options = {"device_memory": "80GB", "parallel": case.parallel or None, "activation_bytes": 0}
-    plan = trainer.plan(Llama(), data, ranks=RANKS, rehearse=case.strategy, **options)  # type: ignore[arg-type]
+    tokens: Any = torch.zeros(512, case.length + 1, dtype=torch.long)
+    options: dict[str, Any] = {"device_memory": "80GB", "parallel": case.parallel or None, "activation_bytes": 0}
+    data: DataLoader[Any] = DataLoader(tokens, batch_size=1)
+    plan = trainer.plan(Llama(), data, ranks=RANKS, rehearse=case.strategy, **options)
     row = plan[case.strategy]
     assert row.refusal is None, row.refusal
     needs, sent = row.needs.device, sum(each.sent for each in row.traffic)
