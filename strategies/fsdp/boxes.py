@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def _is_about_values(record: logging.LogRecord) -> bool:
+    """Return False for torch's warning that a tensor is gathered along one axis after another: values are the same."""
+    return not (record.msg.startswith("While redistributing") and "all_gather" in (record.args or ()))
+
+
+# Full tensors are gathered from parts of parts, once at the end of a run.
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_values)
 
 
 def local_of(tensor: Tensor) -> Tensor:

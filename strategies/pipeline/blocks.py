@@ -107,7 +107,7 @@ def divide(module: nn.Module, stages: int, argument: str) -> Stages:
     if len(blocks) < 2:
         raise ConfigurationError(
             f"{name} has no list of repeated blocks to divide over a pipeline: define configure_pipeline in the "
-            "module, which returns its blocks in the order of their calls, or use strategy='fsdp'."
+            "module, which returns its blocks in the order of their calls, or leave pp out."
         )
     if len(blocks) < stages:
         fitting = [str(count) for count in range(2, len(blocks) + 1)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
-from mesh_table import TOLERANCE, Mesh, deviation, outcomes
+from mesh_table import TOLERANCE, Mesh, deviation, outcomes, trained
+from ranks import run_on_ranks
+from torch.distributed.tensor import _redistribute
 
 STEPS = 6
 SHARED = [
@@ -49,3 +52,27 @@ def test_a_checkpoint_goes_to_another_mesh(saved: Mesh, resumed: Mesh, tmp_path:
     path = str(tmp_path / "half.ckpt")
     outcomes(saved, 1, STEPS, saves=path)
     assert deviation(outcomes(resumed, 1, STEPS, resume=path), 1, STEPS // 2, STEPS) <= TOLERANCE
+
+
+def warned(of: Mesh) -> list[str]:
+    """Train and gather the weights; return the warnings of torch about how tensors are gathered."""
+    torch_logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    messages: list[str] = []
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Noting()
+    torch_logger.addHandler(handler)
+    # Torch warns once in a process.
+    getattr(_redistribute, "_warned_flatten_issues", set[object]()).clear()
+    try:
+        trained(of, 1, 2)
+    finally:
+        torch_logger.removeHandler(handler)
+    return messages
+
+
+def test_gathering_full_weights_prints_no_warning() -> None:
+    assert run_on_ranks(2, warned, Mesh("fsdp", 2, "tp=2")) == [[], []]
