@@ -12,6 +12,7 @@ from ..framework.core.degrees import resolve_degrees
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.global_batch import pieces_of, resolve_global_batch
 from ..framework.core.precision import resolve_precision
+from ..framework.core.registry import STRATEGIES
 from ..framework.core.size_text import size_text
 from ..framework.core.wording import counted
 from ..framework.memory.alternatives import Alternatives, alternatives
@@ -192,10 +193,9 @@ def _show(answer: _Answer) -> None:
     say(f"strategy   {row.name}, {counted(plan.world_size, 'rank')} on {nodes}, precision {plan.precision}")
     say(f"numbers    {'by formulas' if row.rank is None else f'rehearsed: a step of rank {row.rank}, without data'}")
     if plan.degrees.used:
-        layout = plan.degrees.lay_out(
-            plan.world_size, "dp_replicate" if row.name in ("ddp", "pipeline") else "dp_shard"
-        )
-        say(f"axes       {layout}")
+        # Those that functions make, such as hsdp and zero3, have no such attribute.
+        rest = getattr(STRATEGIES.load(row.name), "rest", "dp_shard")
+        say(f"axes       {plan.degrees.lay_out(plan.world_size, rest)}")
     _show_batch(_batch(answer))
     if row.needs.everywhere.total:
         _show_memory(plan, row)
