@@ -16,7 +16,7 @@ from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import Owner, owners_of
-from .boxes import like, whole_of_parts
+from .boxes import box_in, box_of, like, whole_of_parts
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -64,10 +64,19 @@ def take_away(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Source
     return sources
 
 
-def put_shard(source: Source, local: Tensor) -> nn.Parameter:
-    """Replace a sharded parameter on the meta device by one of which this rank holds ``local``."""
+def put_shard(source: Source, whole: Tensor | None, device: torch.device, world: World) -> nn.Parameter:
+    """Replace a sharded parameter on the meta device by one of which this rank holds its part of ``whole``.
+
+    None stands for values that are loaded later.
+    """
     empty = source.now
     assert isinstance(empty, DTensor)
+    shape, offsets = box_of(empty)
+    if whole is None:
+        local = torch.empty(shape, dtype=source.given.dtype, device=device)
+    else:
+        local = box_in(whole, shape, offsets)
+        local = local.to(device, copy=True) if world.size > 1 else local.to(device).contiguous()
     parameter = nn.Parameter(like(empty, local), requires_grad=source.given.requires_grad)
     parameter._fsdp_orig_uid = getattr(empty, "_fsdp_orig_uid", None)  # type: ignore[attr-defined]
     source.put(parameter)
@@ -127,6 +136,11 @@ class Origins:
             assert own is not None
             return world.broadcast(own.to(world.device).contiguous())
         return world.broadcast(torch.empty(given.shape, dtype=given.dtype, device=world.device))
+
+    def release(self, given: nn.Parameter) -> None:
+        """Free what the value of a parameter was made from."""
+        if given.is_meta:
+            self.deferred.forget(given)
 
     def _after_reset(self, name: str) -> dict[str, Tensor]:
         """Allocate and initialize the outermost layer that owns a parameter; return the values of its parameters."""
@@ -192,6 +206,14 @@ def _children_first(part: nn.Module) -> Iterator[nn.Module]:
 
 def _reset_of(part: nn.Module) -> Callable[[], Any] | None:
     return next((getattr(part, name) for name in _RESETS if callable(getattr(part, name, None))), None)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers that have data to a device."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                part._buffers[name] = buffer.to(device)
 
 
 @torch.no_grad()

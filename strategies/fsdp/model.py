@@ -31,7 +31,7 @@ from ...framework.parallel.meta_device import replace_tensors, supplied_names
 from ...framework.parallel.strategy import StepAdapter, StepFunction
 from ..limits import updates_full_parameters
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts
-from .boxes import box_in, box_of, local_of, whole_of_parts
+from .boxes import local_of, whole_of_parts
 from .experts import ExpertMeshes, divide, expert_layers, shard_placement
 from .full_updates import FullUpdates
 from .gathering import prepare_gathering
@@ -170,24 +170,15 @@ class ShardedModel:
         device = torch.device("cpu") if self.sharding.cpu_offload else self.world.device
         while sources:
             source = sources.pop(0)
-            empty = source.now
-            assert isinstance(empty, DTensor)
             whole = origins.value(source.name, source.given)
-            shape, offsets = box_of(empty)
-            if whole is None:
-                local = torch.empty(shape, dtype=source.given.dtype, device=device)
-            else:
-                local = box_in(whole, shape, offsets)
-                local = local.to(device, copy=True) if self.world.size > 1 else local.to(device).contiguous()
-                del whole  # before the next one takes memory
-            parameter = put_shard(source, local)
+            parameter = put_shard(source, whole, device, self.world)
+            del whole  # before the next one takes memory
             for optimizer in self._optimizers:
                 if id(source.given) in self._keep_full:
                     carry_slots(optimizer, source.given, parameter)
                 else:
                     shard_slots(optimizer, source.given, parameter)
-            if source.given.is_meta:
-                origins.deferred.forget(source.given)
+            origins.release(source.given)
 
     def _leave_to_root(self, shared: list[nn.Parameter], sources: list[Source]) -> None:
         """Assign parameters that several units share to the root, as none of the units gathers them."""

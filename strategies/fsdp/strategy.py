@@ -32,6 +32,7 @@ from .activations import Checkpointed, check_checkpointing
 from .arguments import ELSEWHERE, check_arguments, check_flags, check_precision, mixed_policy, why_not_compiled
 from .experts import ExpertMeshes, check_experts
 from .gradients import ShardedGradients
+from .initial import move_buffers
 from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_degrees
 from .model import ShardedModel, Sharding
 from .quantized import check_blocks
@@ -165,10 +166,7 @@ class FSDPStrategy(Strategy):
     def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
         """Move the buffers to the device; ``setup`` moves only each rank's shards of the parameters."""
         self._supplied = supplied
-        for part in module.modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None and not buffer.is_meta:
-                    part._buffers[name] = buffer.to(self.world.device)
+        move_buffers(module, self.world.device)
         self._deferred.keep(module)
 
     def setup(

@@ -25,11 +25,9 @@ from torch.optim import Optimizer
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.split_optimizer import optimizers_in
 from ...framework.core.torch_versions import fsdp_groups
-from ...framework.distributed.world import World
 from ...framework.parallel.strategy import StepAdapter
-from ..fsdp.boxes import box_in, box_of
 from ..fsdp.gathering import prepare_gathering
-from ..fsdp.initial import Source, put_shard, take_away
+from ..fsdp.initial import Origins, Source, put_shard, take_away
 from ..fsdp.state import shard_slots
 from ..fsdp.tensor import split_layers, tie_again
 from ..fsdp.undo import Footprint
@@ -42,32 +40,36 @@ class StageShards:
     """The sharded parameters of a rank's stages, and of what is outside of the blocks. Constructing it is collective.
 
     Args:
-        module: the user's module; the parameters of other stages are on the meta device.
+        module: the user's module.
         optimizers: its optimizers, which get the shards.
         blocks: the blocks of this rank, each of which is gathered in one message.
+        elsewhere: the parameters of stages that this rank does not hold. They remain on the meta device.
         mesh: the ranks.
-        world: the ranks.
+        origins: the values.
     """
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], blocks: list[nn.Module], mesh: StageMesh, world: World
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        blocks: list[nn.Module],
+        elsewhere: set[nn.Parameter],
+        mesh: StageMesh,
+        origins: Origins,
     ) -> None:
         self._module = module
-        self._world = world
         self._tensor_plan = Footprint(module)
         self._root: Any = StepAdapter(module)
         sources = take_away(module, optimizers)
+        empty = {source.name: source.now for source in sources if source.given in elsewhere}
         if mesh.tensor is not None:
             split_layers(module, mesh.tensor)
         self._tensor_plan.close()
-        held = [source for source in sources if not source.given.is_meta]
         for source in sources:
-            source.put(source.given if source.given.is_meta else tie_again(source.name, source.owners))
-        elsewhere = {source.given for source in sources if source.given.is_meta}
-        del sources  # so that each full parameter is freed once its shard is made
+            source.put(empty[source.name] if source.name in empty else tie_again(source.name, source.owners))
         hooks = Footprint(self._root)
-        self._shard(blocks, held, elsewhere, mesh)
-        self._fill(held, optimizers)
+        self._shard(blocks, sources, set(empty.values()), mesh)
+        self._fill(sources, set(empty), optimizers, origins)
         state: Any = fully_shard.state(self._root)  # type: ignore[attr-defined]
         state._lazy_init()
         parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
@@ -85,7 +87,7 @@ class StageShards:
     # ---- building --------------------------------------------------------------------------------------------------
 
     def _shard(
-        self, blocks: list[nn.Module], held: list[Source], elsewhere: set[nn.Parameter], mesh: StageMesh
+        self, blocks: list[nn.Module], sources: list[Source], elsewhere: set[nn.Parameter], mesh: StageMesh
     ) -> None:
         units, left, shared = without_shared(self._module, blocks)
         for unit in units:
@@ -95,21 +97,26 @@ class StageShards:
             # Parameters that only blocks share are not assigned to the outermost module otherwise.
             self._root.shared = places = nn.ParameterList(own)
             numbers = {id(parameter): str(number) for number, parameter in enumerate(own)}
-            for source in held:
+            for source in sources:
                 if id(source.now) in numbers:
                     source.owners.append((places, numbers[id(source.now)]))
         fully_shard(self._root, mesh=mesh.data, reshard_after_forward=False, ignored_params=elsewhere)
 
     @torch.no_grad()
-    def _fill(self, held: list[Source], optimizers: Sequence[Optimizer]) -> None:
-        """Give this rank its shards of the parameters, which it holds in full, one at a time."""
-        while held:
-            source = held.pop(0)
-            shape, offsets = box_of(source.now)  # type: ignore[arg-type]
-            local = box_in(source.given.detach(), shape, offsets).to(self._world.device, copy=True)
-            parameter = put_shard(source, local)
-            for optimizer in optimizers:
-                shard_slots(optimizer, source.given, parameter)
+    def _fill(
+        self, sources: list[Source], elsewhere: set[str], optimizers: Sequence[Optimizer], origins: Origins
+    ) -> None:
+        """Give this rank its shards of rank 0's weights, one parameter at a time. Collective."""
+        world = origins.world
+        while sources:
+            source = sources.pop(0)
+            whole = origins.value(source.name, source.given)
+            if source.name not in elsewhere:
+                parameter = put_shard(source, whole, world.device, world)
+                for optimizer in optimizers:
+                    shard_slots(optimizer, source.given, parameter)
+            del whole  # before the next one takes memory
+            origins.release(source.given)
 
     # ---- in use ----------------------------------------------------------------------------------------------------
 

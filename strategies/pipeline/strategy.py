@@ -14,7 +14,7 @@ With ``dp_shard``, ranks that hold the same stages share their parameters, gradi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,16 +30,19 @@ from ...framework.core.precision import Precision
 from ...framework.core.quantized_state import quantizes
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState
+from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.gradient_operations import GradientOperations
-from ...framework.parallel.meta_device import fill_from_rank_zero, replace_tensors, supplied_names
+from ...framework.parallel.meta_device import share_buffers, supplied_names
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ...framework.parallel.sync_batch_norm import is_collective
+from ..fsdp.initial import Origins, allocate_buffers, check_buffers, move_buffers
 from ..fsdp.tensor import check_plan
 from ..limits import check_independent
 from .blocks import Stages, divide
 from .calls import BlockCalls
 from .evaluation import Evaluation
 from .gradients import StagedGradients
+from .initial import fill_stages
 from .mesh import StageMesh, build_mesh
 from .passes import HiddenStates, PipelinePasses
 from .schedules import Place, kind_named
@@ -92,7 +95,8 @@ class PipelineStrategy(Strategy):
         self._layout: Layout
         self._mesh: StageMesh
         self._place: Place
-        self._stages: Stages | None = None
+        self._deferred: Deferred
+        self._supplied: Collection[str] = ()
         self._shards: StageShards | None = None
         self._calls: BlockCalls | None = None
         self._evaluation: Evaluation | None = None
@@ -158,31 +162,21 @@ class PipelineStrategy(Strategy):
         self._layout = layout = self._lay_out(world.size)
         self._mesh = mesh = build_mesh(layout, world)
         self._place = Place(self._kind, layout.pp, self.stages_per_rank, dist.get_rank(mesh.pipeline))
+        self._deferred = Deferred()
         self.window_passes.connect(world, self._place, mesh.pipeline)
         return world
 
     # ---- a module and its optimizers ------------------------------------------------------------------------------
 
+    def building(self) -> AbstractContextManager[Any]:
+        """Return a context in which parameters are built without data; ``setup`` fills those of this rank's stages."""
+        return self._deferred.recording()
+
     def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
-        """Move the tensors of this rank's stages to the device, with rank 0's values; those of others to the meta
-        device. Collective."""
-        fill_from_rank_zero(module, self.world, supplied)
-        self._stages = stages = self._divide(module)
-        homes, later = stages.homes(module), supplied_names(module, supplied)
-        device = self.world.device
-
-        def place(name: str, tensor: Tensor) -> Tensor | None:
-            data = tensor.detach()
-            home = homes[id(tensor)]
-            holds = home is None or self._place.rank_of(home) == self._place.rank
-            if name not in later and data.numel():
-                data = self.world.broadcast(data.contiguous())
-            if isinstance(tensor, nn.Parameter) and not holds:
-                return data.to("meta")
-            moved = data.to(device)
-            return None if moved.data_ptr() == tensor.data_ptr() else moved
-
-        replace_tensors(module, place)
+        """Move the buffers to the device; ``setup`` moves only the parameters of this rank's stages."""
+        self._supplied = supplied
+        move_buffers(module, self.world.device)
+        self._deferred.keep(module)
 
     def _divide(self, module: nn.Module) -> Stages:
         ranks = self.window_passes.ranks
@@ -213,25 +207,38 @@ class PipelineStrategy(Strategy):
                     "pipeline do not hold: use torch.optim.AdamW, or strategy='fsdp'."
                 )
         self._check_layers(module)
-        stages, place, mesh = self._stages or self._divide(module), self._place, self._mesh
+        stages, place, mesh = self._divide(module), self._place, self._mesh
         held = {number for number in range(len(stages.blocks)) if stages.stage_of(number) in place.own}
-        self._stages, shards = stages, None
-        gather: Callable[[], None] | None = None
-        gathered: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if mesh.data is not None:
-            check_sharded(module, optimizers)
-            own = [stages.blocks[number] for number in sorted(held)]
-            self._shards = shards = StageShards(module, optimizers, own, mesh, self.world)
-            gather, gathered = shards.gather, shards.gathered
-        ranks = {stage: place.rank_of(stage) for stage in range(stages.count)}
-        owners = {key: None if home is None else ranks[home] for key, home in stages.homes(module).items()}
+        self._fill(module, optimizers, stages, held)
+        shards, owners = self._shards, self._owners(stages, module)
         self._calls = calls = BlockCalls(stages, held)
         hidden = HiddenStates(module, calls, min(held))
         self.gradients = StagedGradients(self.world, mesh, owners, shards)
         self.state = StagedState(self.world, place, owners, mesh.stride, None if shards is None else shards.free)
+        gathered = nullcontext if shards is None else shards.gathered
         self._evaluation = Evaluation(self.world, place, mesh.pipeline, stages, calls, hidden, gathered)
-        self.window_passes.set_up(module, stages, calls, hidden, gather)
+        self.window_passes.set_up(module, stages, calls, hidden, None if shards is None else shards.gather)
         return list(optimizers)
+
+    def _fill(self, module: nn.Module, optimizers: Sequence[Optimizer], stages: Stages, held: set[int]) -> None:
+        """Give this rank rank 0's values of the tensors that it holds, or its shards of them. Collective."""
+        owners, rank, later = self._owners(stages, module), self._place.rank, supplied_names(module, self._supplied)
+        elsewhere = {parameter for parameter in module.parameters() if owners[id(parameter)] not in (None, rank)}
+        if self._mesh.data is not None:
+            check_sharded(module, optimizers)
+        origins = Origins(module, self._deferred, self.world, later)
+        computed = allocate_buffers(module, self.world, later)
+        if self._mesh.data is None:
+            fill_stages(module, optimizers, elsewhere, origins)
+        else:
+            own = [stages.blocks[number] for number in sorted(held)]
+            self._shards = StageShards(module, optimizers, own, elsewhere, self._mesh, origins)
+        check_buffers(computed)
+        share_buffers(module, self.world)
+
+    def _owners(self, stages: Stages, module: nn.Module) -> dict[int, int | None]:
+        """Map the ``id`` of each parameter and buffer to the only rank of a pipeline that holds it, or None."""
+        return {key: None if home is None else self._place.rank_of(home) for key, home in stages.homes(module).items()}
 
     def _check_layers(self, module: nn.Module) -> None:
         for name, part in module.named_modules():
@@ -286,5 +293,5 @@ class PipelineStrategy(Strategy):
         if self._shards is not None:
             self._shards.take_off()
         self.window_passes.release()
-        self._calls = self._evaluation = self._stages = self._shards = None
+        self._calls = self._evaluation = self._shards = None
         self.gradients, self.state = GradientOperations(), CanonicalState()

@@ -110,6 +110,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Its buckets are fixed from the beginning. Those of ddp are allocated twice, one after the other.
         ("ddp_find_unused_parameters_true", TOTAL, TOTAL),
         ("fsdp", TOTAL // 2, 0),
+        ("pipeline", TOTAL // 2, 0),
         ("tensor parallel", TOTAL // 2, 0),
     ],
 )
