@@ -71,7 +71,8 @@ services: $(DEV)
 # The core of the suite with the oldest and the newest torch that pyproject.toml allows, each in an environment of its
 # own without DeepSpeed, Lightning and Accelerate. Several gigabytes each, as there are no other builds for most versions.
 VERSIONS ?= 2.11.0 2.15.0
-CORE := core data fabric loop metrics parallel resume state
+CORE := core data fabric loop metrics parallel rehearsal resume state
+MESHES := fsdp pipeline context expert
 WITHOUT := zero or deepspeed or lightning or accelerate or names_of_wrappers or released_with_the_trainer
 test-versions: tools
 	@for version in $(VERSIONS); do \
@@ -80,7 +81,7 @@ test-versions: tools
 	    "$$python" -m pip install --quiet --disable-pip-version-check "torch==$$version" -e '.[examples,hf]' datasets schedulefree webdataset \
 	        pytest pytest-timeout pytest-xdist || exit 1; \
 	    "$$python" -m pytest -n $(JOBS) --dist worksteal -k 'not ($(WITHOUT))' $(ARGS) \
-	        $(CORE:%=tests/framework/%) $(wildcard tests/strategies/test_fsdp*.py) || exit 1; \
+	        $(CORE:%=tests/framework/%) $(wildcard $(MESHES:%=tests/strategies/test_%*.py)) || exit 1; \
 	done
 
 # Data libraries that need other versions of numpy and transformers than the rest, in an environment of their own: with
