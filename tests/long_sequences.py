@@ -82,12 +82,12 @@ class Block(nn.Module):
 class LongModel(TrainModule):
     """Predicts the next token; batches are (tokens, targets), with targets that do not count."""
 
-    def __init__(self, lr: float = 1e-2, dropout: float = 0.0, experts: int = 0) -> None:
+    def __init__(self, lr: float = 1e-2, dropout: float = 0.0, experts: int = 0, blocks: int = 2) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.embed, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-            self.blocks = nn.ModuleList(Block(experts) for _ in range(2))
+            self.blocks = nn.ModuleList(Block(experts) for _ in range(blocks))
             self.dropout = nn.Dropout(dropout)
             self.head = nn.Linear(WIDTH, VOCABULARY)
         self.lr = lr
@@ -159,10 +159,10 @@ def loader(batch_size: int, count: int = ROWS, padded: bool = True) -> DataLoade
 
 
 def by_hand(
-    windows: int, clip: float | None, steps: int, batch_size: int, lr: float = 1e-2, experts: int = 0
+    windows: int, clip: float | None, steps: int, batch_size: int, lr: float = 1e-2, experts: int = 0, blocks: int = 2
 ) -> tuple[list[float], LongModel]:
     """Train on global batches of ``windows * batch_size`` rows; return the loss of each step and the model."""
-    module, losses = LongModel(lr, experts=experts), []
+    module, losses = LongModel(lr, experts=experts, blocks=blocks), []
     optimizer = module.configure_optimizers()
     given, size = rows(), windows * batch_size
     for step in range(steps):

@@ -142,6 +142,7 @@ CASES = [
     Case("fsdp", 8, "tp=4"),
     Case("fsdp", 8, "cp=2,tp=2"),
     Case("pipeline", 8, "pp=4", 4),
+    Case("pipeline", 4, "pp=2,cp=2", 4),
 ]
 
 Counts = dict[str, tuple[int, int]]

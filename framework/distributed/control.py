@@ -213,7 +213,8 @@ class Triggers:
         if total.has_raised:
             self._fire(raised)
         # A rank without data need not log the names that others log.
-        if self.world.data_size * total.names_squared != total.names * total.names and total.has_data == size:
+        counting = size // self.world.identical
+        if counting * total.names_squared != total.names * total.names and total.has_data == size:
             self._compare_names((total.names, total.names_squared))
         own, squared = total.own_seconds, total.own_seconds_squared
         if size * squared > own * own and self.pace.differs(self._step, size, own, squared):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.degrees import Layout
 from ..core.errors import ConfigurationError, unknown
 from ..system.environment import environment_placement, own_records, variables_set
 from ..system.launcher_env import Placement
@@ -92,8 +93,11 @@ class World:
         # read the same shard.
         self.data_rank = place.rank
         self.data_size = place.size
-        # The number of ranks next to one another that compute the same, and draw the same random numbers.
+        # Ranks that compute the same, and draw the same random numbers, are a group: the number of ranks in each, the
+        # number of this rank's group, and whether the results of this rank count, as those of a group's first rank do.
         self.identical = 1
+        self.identical_group = place.rank
+        self.counts_data = True
         # Whether there is no other process: objects and small numbers of other ranks are taken to be those of this one.
         # True of a single rank, and of one among ranks that are rehearsed, whose group is torch's "fake" one.
         self.is_alone = place.size == 1 or (is_initialized() and dist.get_backend() == "fake")
@@ -166,15 +170,17 @@ class World:
                 self._board.append(board)
         return self._control[0]
 
-    @property
-    def counts_data(self) -> bool:
-        """Whether the results of this rank count: of ranks that compute the same, only the first one's do."""
-        return self.rank % self.identical == 0
-
-    def share_data(self, copies: int, parts: int = 1) -> None:
-        """Let ``copies`` ranks next to one another read the same shard of the data, of which they compute ``parts``."""
-        self.data_rank, self.data_size = self.rank // copies, self.size // copies
-        self.identical = copies // parts
+    def share_data(self, layout: Layout) -> None:
+        """Read the shard of the data that belongs to this rank's place in a layout, or compute a part of it."""
+        self.data_rank, self.data_size = self.rank // layout.copies, layout.data_size
+        self.identical = layout.copies // layout.cp
+        # In the order of ``framework.core.degrees``: ranks that compute other parts may be between identical ones.
+        layer, part, stage = (
+            self.rank // distance % size
+            for distance, size in ((1, layout.tp), (layout.tp, layout.cp), (layout.tp * layout.cp, layout.pp))
+        )
+        self.identical_group = self.data_rank * layout.cp + part
+        self.counts_data = layer == stage == 0
 
     def close(self) -> None:
         """Destroy the control group; torch's default group stays. Safe to be called twice."""
@@ -188,6 +194,7 @@ class World:
         """
         world = World(self.placement, self.device)
         world.data_rank, world.data_size, world.identical = self.data_rank, self.data_size, self.identical
+        world.identical_group, world.counts_data = self.identical_group, self.counts_data
         if not self.is_alone:
             world._control.append(dist.new_group(backend="gloo"))
         return world

@@ -76,7 +76,8 @@ class JointStep(AutomaticStep):
         batches, weights = with_weights(batches, self.batch_weight, samples)
         coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), None)
         fetched, _ = next(coming)
-        first = self._start(fetched, index)
+        # The part of each micro-batch's weight that is in this rank's part of its sequences.
+        first, shares = self._start(fetched, index), [self.strategy.part.share]
         if self.totals.open(fetched, weights, size) == 0:
             return False
         self.run.begin_window()
@@ -84,6 +85,7 @@ class JointStep(AutomaticStep):
         started = [first] if count else []
         for position in range(1, count):
             started.append(self._start(next(coming)[0], index + position * stride))
+            shares.append(self.strategy.part.share)
         # A hook that skips the rest of the epoch leaves fillers.
         kept = [position for position, batch in enumerate(started) if batch is not FILLER]
         self.totals.wait()
@@ -94,7 +96,7 @@ class JointStep(AutomaticStep):
         if kept:
             held = [started[position] for position in kept]
             numbers = [index + position * stride for position in kept]
-            self._run(held, numbers, [weights[position] for position in kept], losses)
+            self._run(held, numbers, [(weights[position], shares[position]) for position in kept], losses)
             losses = self.passes.share(losses)
             if not self.passes.computes_losses:
                 self.keep_loss(losses[-1])
@@ -111,8 +113,11 @@ class JointStep(AutomaticStep):
         self._end_window(ended, consumed, index + max(count - 1, 0) * stride)
         return True
 
-    def _run(self, batches: list[Any], indices: list[int], weights: list[float], losses: Tensor) -> None:
-        """Run the passes of the started micro-batches; write their losses into ``losses``. Collective."""
+    def _run(self, batches: list[Any], indices: list[int], counts: list[tuple[float, float]], losses: Tensor) -> None:
+        """Run the passes of the started micro-batches; write their losses into ``losses``. Collective.
+
+        ``counts``: of each micro-batch its weight, and the share of the weight of full sequences.
+        """
         forward, log, module = self.forward, self.log, self.run.module
         scale = 1.0 if self.scaler is None else self.scaler.scale
 
@@ -120,7 +125,7 @@ class JointStep(AutomaticStep):
             self.index = indices[position]
             # The batch was begun, and counted, before those that follow it.
             log.drop_batch()
-            log.begin_batch(batches[position], self.strategy.part.share)
+            log.begin_batch(batches[position], counts[position][1])
             return forward(batches[position], indices[position])
 
         def finish(position: int, output: Any) -> Tensor | None:
@@ -128,12 +133,13 @@ class JointStep(AutomaticStep):
             loss = output if output.__class__ is Tensor else loss_of(output)
             if loss is None:
                 self._leave_out_of_log()
-            if loss is None or weights[position] == 0:
+            weight = counts[position][0]
+            if loss is None or weight == 0:
                 return None
             self.has_loss = True
             self.note_loss(loss)
             losses[position] = loss.detach()
-            factor = scale * weights[position] / self.totals.mean_weight
+            factor = scale * weight / self.totals.mean_weight
             return loss if factor == 1.0 else loss * factor
 
         window = Window(self.progress.attempts, batches, step, finish)

@@ -161,8 +161,7 @@ class Strategy(NamesArguments, ABC):
         """Join the process group and take this rank's device. Collective."""
         self.precision = precision
         self.world = World.from_environment(device_type, num_nodes)
-        layout = self.degrees.lay_out(self.world.size, self.rest)
-        self.world.share_data(layout.copies, layout.cp)
+        self.world.share_data(self.degrees.lay_out(self.world.size, self.rest))
         return self.world
 
     # ---- set-up and steps -----------------------------------------------------------------------------------------

@@ -101,7 +101,6 @@ class RunState:
             "optimizers": [described for described, _ in states],
             "schedulers": [type(config.scheduler).__name__ for config in run.schedulers],
             "data_ranks": run.world.data_size,
-            "identical_ranks": run.world.identical,
             **place,
             "seed": seed,
         }

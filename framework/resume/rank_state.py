@@ -29,7 +29,7 @@ class RankState:
     """The state of this rank at one moment."""
 
     def __init__(self, run: Run, windows: Windows | None) -> None:
-        self._redone_from = run.redone_from
+        self._redone_from, self._group = run.redone_from, run.world.identical_group
         if self._redone_from is None:
             # The values that were logged stay on their devices: this may run after each step.
             self._generators, self._log = Generators(), run.train_log.record()
@@ -44,7 +44,7 @@ class RankState:
             "log": self._log.state_dict(),
             "evaluated": self._evaluated,
         }
-        document: dict[str, Any] = encode_inline(state)
+        document: dict[str, Any] = {**encode_inline(state), "group": self._group}
         return document if self._data is None else {**document, "data": self._data}
 
 
@@ -102,9 +102,10 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
     parts = checkpoint.document.get("data_ranks", len(documents))
     # Ranks that compute the same (those of a tensor-parallel group) have equal states: use the first one of each group.
     # Ranks that read the same data, and compute parts of it, have states of their own.
-    kept: list[dict[str, Any]] = documents[:: max(1, len(documents) // (parts or 1))]
-    counted = documents[:: checkpoint.document.get("identical_ranks", max(1, len(documents) // (parts or 1)))]
-    own, size = world.rank // world.identical, world.size // world.identical
+    copies = max(1, len(documents) // (parts or 1))
+    kept: list[dict[str, Any]] = documents[::copies]
+    counted = _first_of_groups(documents, checkpoint.document.get("identical_ranks", copies))
+    own, size = world.identical_group, world.size // world.identical
     same = parts == world.data_size and len(counted) == size and bool(kept)
     mine: list[dict[str, Any]] = [decode(document) for document in counted[own::size]]
     if mine:
@@ -117,3 +118,16 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
         seed_rank(mix_seed(run.seed, run.progress.attempts, own), world.device)
     random = mine[0]["random"] if same else capture()
     run.replay_from({**_state(run), "random": random})
+
+
+def _first_of_groups(documents: list[dict[str, Any]], identical: int) -> list[dict[str, Any]]:
+    """Return the state of the first rank of each group of ranks that compute the same, in the order of groups.
+
+    Args:
+        documents: the states of all ranks.
+        identical: the number of ranks next to one another in a group, if the states do not have their group.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for rank, document in enumerate(documents):
+        found.setdefault(document.get("group", rank // identical), document)
+    return [found[group] for group in sorted(found)]

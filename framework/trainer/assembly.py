@@ -102,7 +102,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     _attach_step(run, loop, data, settings, transfer)
     if resumption is not None:
         _restore(loop, resumption, resume_point)
-    elif (own := run.world.rank // run.world.identical) > 0:
+    elif (own := run.world.identical_group) > 0:
         # Ranks draw different numbers from now on (dropout); rank 0 draws those of a single process.
         seed_rank(mix_seed(session.seed, own), run.world.device)
     return loop

@@ -154,7 +154,7 @@ class FSDPStrategy(Strategy):
         self._attention = attention_of(self._sequences)
         self._deferred = Deferred()
         self.gradients, self.state = ShardedGradients(world), ShardedState(world)
-        world.share_data(self._layout.copies, self._layout.cp)
+        world.share_data(self._layout)
         return world
 
     # ---- a module and its optimizers ------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ class StagePass:
         self._next = 0
         self.reached = False
         """Whether the step has called the blocks."""
+        self.last: Tensor | None = None
+        """The output of the last block, on the rank that computes it."""
 
     def call(self, number: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of a block, as far as this rank has one.
@@ -70,6 +72,8 @@ class StagePass:
         if stage in self._own:
             output = plain(*args, **kwargs)
             check_output(output, hidden)
+            if number == last:
+                self.last = output
             if following is None or following == stage or following in self._own:
                 return output
             self._deliver(stage, output)

@@ -43,7 +43,7 @@ class StagedGradients(ShardedGradients):
         if self._shards is not None:
             self._reduce_shards(parameters, shared)
             return
-        count = self._world.data_size
+        count = self._world.size // self._world.identical
         _reduce(shared, dist.group.WORLD, count)
         if count > 1:
             _reduce([parameter for parameter in held if not self._is_shared(parameter)], self._replicas, count)

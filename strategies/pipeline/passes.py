@@ -16,6 +16,8 @@ from ...framework.diagnostics.isolated_step import isolated
 from ...framework.distributed.world import World
 from ...framework.parallel.window_passes import Window, WindowPasses
 from ...framework.parallel.zero_backward import tensors_in
+from ..context import ContextParallel
+from ..context.sharing import attention_of
 from .absent import Absent, no_value
 from .blocks import Stages
 from .calls import BlockCalls, PassEnded, StagePass, check_output, sendable
@@ -65,9 +67,10 @@ class PipelinePasses(WindowPasses):
         """Use pipelines of this many ranks."""
         self.ranks = ranks
 
-    def connect(self, world: World, place: Place, group: dist.ProcessGroup) -> None:
-        """Use the ranks of a pipeline."""
+    def connect(self, world: World, place: Place, group: dist.ProcessGroup, sequences: ContextParallel | None) -> None:
+        """Use the ranks of a pipeline, which share sequences with those of others, or do not."""
         self._world, self._place, self._group = world, place, group
+        self._sequences, self._attention = sequences, attention_of(sequences)
         self.computes_losses = place.stages - 1 in place.own
 
     def set_up(
@@ -105,6 +108,11 @@ class PipelinePasses(WindowPasses):
 
     def run(self, window: Window) -> None:
         """Run all passes of a window. Collective."""
+        # Around the backward passes too, in which activations that are computed again attend again.
+        with self._attention():
+            self._run(window)
+
+    def _run(self, window: Window) -> None:
         self._window = window
         self._draws = SharedDraws(self._world.device, window.number, len(self._place.own) > 1)
         self._error: Exception | None = None
@@ -195,17 +203,33 @@ class PipelinePasses(WindowPasses):
         current = StagePass(self._stages, {stage: receive}, lambda _, output: delivered.append(sendable(output)), begin)
         with self._draws.micro_batch(position, stage):
             _, output = self._calls.during(current, lambda: window.step(position))
+            if self._sequences is not None and not current.reached:
+                raise _left_out()
             if stage == self._stages.count - 1:
                 assert received is not None
                 loss = window.finish(position, output)
                 if isinstance(loss, Absent):
                     raise no_value()
-                return cast(Tensor, _NoLoss.apply(received)) if loss is None else loss  # type: ignore[no-untyped-call]
+                return self._no_loss(current, received) if loss is None else loss
         if delivered:
             return delivered[0]
         # The step has returned before it called the blocks, as it does on the other stages.
         shape, dtype = self._shape
         return torch.zeros(shape, dtype=dtype, device=self._world.device, requires_grad=True)
+
+    def _no_loss(self, current: StagePass, received: Tensor) -> Tensor:
+        """Return a loss of zero for a pass whose loss does not count."""
+        # Attention brings gradients of other parts' losses back into this part: its backward pass must run.
+        start = received if self._sequences is None else current.last
+        return cast(Tensor, _NoLoss.apply(start))  # type: ignore[no-untyped-call]
+
+
+def _left_out() -> LoopError:
+    """Return the error for a step that leaves the blocks to the ranks with other parts of the sequences."""
+    return LoopError(
+        "training_step returned before it had called the blocks of the model, for a part of sequences whose other "
+        "parts are on other ranks: call the model on every part, and let batch_weight be 0 where a loss must not count."
+    )
 
 
 class StageModule(nn.Module):
@@ -245,7 +269,7 @@ class _Contiguous(torch.autograd.Function):
 
 
 class _NoLoss(torch.autograd.Function):
-    """A loss of zero, with gradients of zero even where hidden states are not finite."""
+    """A loss of zero, with gradients of zero for hidden states even where these are not finite."""
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:

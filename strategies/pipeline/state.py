@@ -47,10 +47,14 @@ class StagedState(ShardedState):
 
         Buffers that all ranks hold have it where the step runs to its end.
         """
-        owner = self._owners.get(id(tensor))
         if isinstance(tensor, nn.Parameter):
-            return owner in (None, self._rank)
-        return self._world.data_rank == 0 and self._rank == (self._last if owner is None else owner)
+            return self._owners.get(id(tensor)) in (None, self._rank)
+        return self._world.rank == self._source_of(tensor)
+
+    def _source_of(self, buffer: Tensor) -> int:
+        """Return the rank that has the value of a buffer."""
+        owner = self._owners.get(id(buffer))
+        return (self._last if owner is None else owner) * self._stride
 
     def _plain_of_owners(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
         """Return the values that are not tensors with dims of all parameters, by position. Collective.
@@ -85,8 +89,6 @@ class StagedState(ShardedState):
     def share_buffers(self, module: nn.Module) -> None:
         """Send buffers from the rank that holds their values to all ranks. Collective."""
         for buffer in module.buffers():
-            owner = self._owners.get(id(buffer))
-            source = (self._last if owner is None else owner) * self._stride
-            sent = self._world.broadcast(buffer.detach().contiguous(), source)
+            sent = self._world.broadcast(buffer.detach().contiguous(), self._source_of(buffer))
             if sent.data_ptr() != buffer.data_ptr():
                 buffer.copy_(sent)

@@ -35,6 +35,8 @@ from ...framework.parallel.gradient_operations import GradientOperations
 from ...framework.parallel.meta_device import share_buffers, supplied_names
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ...framework.parallel.sync_batch_norm import is_collective
+from ..context import ContextParallel
+from ..context.sharing import sharing_sequences
 from ..fsdp.initial import Origins, allocate_buffers, check_buffers, move_buffers
 from ..fsdp.tensor import check_plan
 from ..limits import check_independent
@@ -56,7 +58,8 @@ class PipelineStrategy(Strategy):
     Which blocks: those that the method ``configure_pipeline`` of the module returns, in the order of their calls, or
     else the largest list of repeated blocks. The number of ranks of a pipeline is ``parallel={"pp": ...}``; by default
     all ranks are one pipeline. With ``dp_replicate`` there are several, which average their gradients; with
-    ``dp_shard`` there are several that share the state of each stage; with ``tp`` each layer has several ranks.
+    ``dp_shard`` there are several that share the state of each stage; with ``tp`` each layer has several ranks, and
+    with ``cp`` each sequence.
 
     Args:
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"`` or ``"zero-bubble-v"``.
@@ -67,7 +70,7 @@ class PipelineStrategy(Strategy):
     """
 
     name = "pipeline"
-    axes = ("dp_replicate", "dp_shard", "tp", "pp")
+    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
     degrees = Degrees(pp=-1)
     traits = Traits(shards_state=True)
     prevents_compiling = "pass some blocks over to other ranks in a pipeline: leave compile out"
@@ -97,6 +100,7 @@ class PipelineStrategy(Strategy):
         self._place: Place
         self._deferred: Deferred
         self._supplied: Collection[str] = ()
+        self._sequences: ContextParallel | None = None
         self._shards: StageShards | None = None
         self._calls: BlockCalls | None = None
         self._evaluation: Evaluation | None = None
@@ -163,7 +167,8 @@ class PipelineStrategy(Strategy):
         self._mesh = mesh = build_mesh(layout, world)
         self._place = Place(self._kind, layout.pp, self.stages_per_rank, dist.get_rank(mesh.pipeline))
         self._deferred = Deferred()
-        self.window_passes.connect(world, self._place, mesh.pipeline)
+        self._sequences, self.part = sharing_sequences(world, layout)
+        self.window_passes.connect(world, self._place, mesh.pipeline, self._sequences)
         return world
 
     # ---- a module and its optimizers ------------------------------------------------------------------------------
@@ -256,7 +261,9 @@ class PipelineStrategy(Strategy):
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return the step itself for training, where ``window_passes`` runs it; else one that passes the stages."""
-        return step if training or self._evaluation is None else self._evaluation.route(step)
+        if training or self._evaluation is None:
+            return step
+        return self._evaluation.route(step if self._sequences is None else self._sequences.routed(step))
 
     def trainability_changed(self, module: nn.Module) -> bool:
         """Apply changes of ``requires_grad`` since set-up; return False."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from phalanx import Fabric, TrainModule
 from phalanx.errors import ConfigurationError, DataError
 from phalanx.framework.core.degrees import Degrees
 from phalanx.framework.core.precision import resolve_precision
+from phalanx.framework.distributed.world import World
 from phalanx.framework.parallel.sequence_part import SequencePart
 from phalanx.strategies import DDPStrategy
 
@@ -66,6 +68,26 @@ def test_weights_and_metrics_are_those_of_one_process(
         assert metrics["tokens"] == single["tokens"]
         if window == 1 and parallel["cp"] == ranks:
             assert metrics["train_loss"] == pytest.approx(sum(losses) / STEPS, rel=1e-5)
+
+
+def exchanges(steps: int) -> int:
+    """Return the number of exchanges of objects in a fit of some steps."""
+    calls: list[None] = []
+    gather = World.all_gather_object
+
+    def counted(world: World, *args: Any) -> Any:
+        calls.append(None)
+        return gather(world, *args)
+
+    trainer = silent_trainer(strategy="ddp", devices=2, parallel={"cp": 2}, max_steps=steps)
+    with mock.patch.object(World, "all_gather_object", counted):
+        trainer.fit(LongModel(), loader(BATCH))
+    return len(calls)
+
+
+def test_ranks_that_log_the_same_names_do_not_exchange_them_in_steps() -> None:
+    few, many = run_on_ranks(2, exchanges, 1), run_on_ranks(2, exchanges, 6)
+    assert few == many
 
 
 class ByHandAttention(LongModel):

@@ -18,6 +18,7 @@ SHARED = [
     Mesh("ddp", 2, "tp=2"),
     Mesh("pipeline", 4, "pp=2,dp_shard=2"),
     Mesh("pipeline", 4, "pp=2,tp=2"),
+    Mesh("pipeline", 4, "pp=2,cp=2"),
 ]
 
 
@@ -45,6 +46,8 @@ def test_a_resumed_run_is_the_same_bit_by_bit(mesh: Mesh, tmp_path: Path) -> Non
         (Mesh("fsdp", 2), Mesh("pipeline", 4, "pp=2,dp_shard=2")),
         (Mesh("single", 1), Mesh("pipeline", 4, "pp=2,tp=2")),
         (Mesh("pipeline", 4, "pp=2,tp=2"), Mesh("pipeline", 2, "pp=2")),
+        (Mesh("pipeline", 4, "pp=2,cp=2"), Mesh("single", 1)),
+        (Mesh("fsdp", 2, "cp=2"), Mesh("pipeline", 4, "pp=2,cp=2")),
     ],
     ids=str,
 )

@@ -49,7 +49,8 @@ class Unlisted(Regressor):
             ["1 rank in a pipeline", "{'pp': ...} out of 1, 2, 4, but 1", "'ddp'"],
         ),
         (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 3}), ["pp=3", "1, 2, 4"]),
-        (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "cp": 2}), ["dp_shard, tp and pp", "cp out"]),
+        (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "ep": 2}), ["cp, tp and pp", "ep out"]),
+        (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "cp": 2}), ["LanguageModel.cut_sequences"]),
         (lambda: fit(LanguageModel(), strategy="ddp", parallel={"pp": 2}), ["strategy='pipeline'"]),
         (
             lambda: fit(LanguageModel(), ranks=4, strategy=FSDPStrategy(units=2, prefetch=1), parallel={"pp": 2}),

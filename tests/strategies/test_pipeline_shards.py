@@ -221,8 +221,7 @@ def test_an_optimizer_of_full_parameters_is_refused() -> None:
 @pytest.mark.parametrize(
     ("parallel", "words"),
     [
-        ("pp=2,cp=2", ["takes dp_replicate, dp_shard, tp and pp", "leave cp out"]),
-        ("pp=2,dp_shard=2,ep=2", ["takes dp_replicate, dp_shard, tp and pp", "leave ep out"]),
+        ("pp=2,dp_shard=2,ep=2", ["takes dp_replicate, dp_shard, cp, tp and pp", "leave ep out"]),
         ("pp=2,dp_shard=3", ["6 ranks"]),
     ],
 )
