@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
-from copy import copy
-from typing import Any
 
 from torch import Tensor, nn
 
 from ..api.train_module import TrainModule
 from ..distributed.seed import capture, restore
 from ..metrics.torchmetrics_state import metrics_set_aside
+from ..parallel.fresh_batches import fresh as fresh
 from ..parallel.sync_batch_norm import is_collective
 
 
 @contextmanager
-def isolated(module: TrainModule, keep_buffers: bool = True) -> Generator[None, None, None]:
+def isolated(module: nn.Module, keep_buffers: bool = True) -> Generator[None, None, None]:
     """Run steps without changing logs, metrics and random generators.
 
     With ``keep_buffers`` buffers keep their values too, except those of layers that compute them over all ranks.
     """
-    log = module.log_to(None)
+    log = module.log_to(None) if isinstance(module, TrainModule) else None
     random = capture()
     buffers = _own_buffers(module) if keep_buffers else []
     for part, name, buffer in buffers:
@@ -34,7 +33,8 @@ def isolated(module: TrainModule, keep_buffers: bool = True) -> Generator[None, 
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
         restore(random)
-        module.log_to(log)
+        if isinstance(module, TrainModule):
+            module.log_to(log)
 
 
 def _own_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
@@ -45,14 +45,3 @@ def _own_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
         for name, buffer in part._buffers.items()
         if buffer is not None
     ]
-
-
-def fresh(batch: Any) -> Any:
-    """Return a batch of new containers with the same tensors, since a step may remove items from a batch."""
-    if batch.__class__ is dict:
-        return {key: fresh(value) for key, value in batch.items()}
-    if batch.__class__ is list:
-        return [fresh(value) for value in batch]
-    if batch.__class__ is tuple:
-        return tuple(fresh(value) for value in batch)
-    return copy(batch) if isinstance(batch, Mapping) else batch

@@ -10,8 +10,8 @@
             optimizer.zero_grad()
 
 A Fabric is composed of parts: ``Collectives`` (gather, reduce, wait, agree), ``Setup`` (modules, optimizers, loaders),
-``Training`` (backward, accumulate, clip), ``Checkpoints`` (save, load), ``FullWeights`` (for other programs) and
-``Reporting`` (callbacks, loggers).
+``Training`` (backward, accumulate, clip), ``WindowTraining`` (forward_backward), ``Checkpoints`` (save, load),
+``FullWeights`` (for other programs) and ``Reporting`` (callbacks, loggers).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from .reporting import Reporting
 from .setup import Setup
 from .training import Training
 from .verbs import ABSENT, AccelerateNames, verb
+from .window_training import WindowTraining
 
 
 @lacks(ABSENT)
@@ -111,6 +112,7 @@ class Fabric(AccelerateNames):
         self._prepared = Prepared(self.strategy, self.scaler, self.strategy_scales_losses)
         self._setup = Setup(self._ranks, self._prepared, self.precision, self.compilation, self)
         self._training = Training(self._ranks, self._prepared, self.precision, self.accumulation)
+        self._windows = WindowTraining(self._ranks, self._prepared, self._training)
         self._checkpoints = Checkpoints(self._ranks, self._prepared, self._training)
         self._weights = FullWeights(self._ranks, self._prepared)
 
@@ -212,6 +214,8 @@ class Fabric(AccelerateNames):
 
     # ---- training -------------------------------------------------------------------------------------------------
 
+    windows = verb("_windows", WindowTraining.windows)
+    forward_backward = verb("_windows", WindowTraining.forward_backward)
     accumulate = verb("_training", Training.accumulate)
     backward = verb("_training", Training.backward)
     forward_context = verb("_training", Training.forward_context)
@@ -261,10 +265,7 @@ class Fabric(AccelerateNames):
     end_training = verb("_reporting", Reporting.end_training)
     profile = verb("_reporting", Reporting.profile)
 
-    @property
-    def callbacks(self) -> list[Any]:
-        """The objects whose hooks ``call`` calls."""
-        return self._reporting.callbacks
+    callbacks = property(attrgetter("_reporting.callbacks"), doc="The objects whose hooks ``call`` calls.")
 
     @property
     def loggers(self) -> list[Logger]:

@@ -4,13 +4,14 @@ Micro-batch i of rank r has the loss l_ri and the weight w_ri. Each loss is mult
 gradients over ranks, and at the window's end the result is divided by the mean over ranks of the window's weights. That
 is the gradient of the weighted mean over all micro-batches of all ranks, for any number of them. The division is last
 because a loop that calls ``backward`` batch by batch cannot know the total before; one small reduction computes it,
-which is launched before the last backward and read after it.
+which is launched before the last backward and read after it. Where all micro-batches of a window are known when it
+begins, it is read first, and each loss is multiplied by its weight divided by the mean.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError
@@ -57,6 +58,8 @@ class GradientWindow:
         self._mean: float | None = None
         self._taken: set[Hashable] = set()
         self._closed = False
+        self._is_whole = False
+        self._is_even = True
 
     def set_schedule(self, schedule: AccumulationSchedule) -> None:
         """Set the number of micro-batches per window, from the next micro-batch on."""
@@ -66,21 +69,67 @@ class GradientWindow:
 
     def enter(self, epoch: int, end_of_data: bool) -> None:
         """Begin a micro-batch. It ends the window if the window is full, or at the end of the data."""
+        self._renew()
+        self.inside = True
+        self._count += 1
+        self._weight = None
+        self.sync = end_of_data or self._count >= self._schedule(epoch, self.steps)
+
+    def _renew(self) -> None:
+        """Begin another window if this one has ended."""
         if self._closed:
             if self._launched and self._mean is None:
                 # No optimizer stepped, but the reduction was launched: all ranks must read it before the next one.
                 self._read()
             self.steps += 1
             self._begin()
-        self.inside = True
-        self._count += 1
-        self._weight = None
-        self.sync = end_of_data or self._count >= self._schedule(epoch, self.steps)
+
+    def enter_whole(self, weights: Sequence[float]) -> bool:
+        """Begin a window of which all micro-batches are known, by their weights. Collective.
+
+        Returns:
+            Whether all ranks have the same number of micro-batches.
+
+        Raises:
+            ConfigurationError: a weight is invalid, or a window of ``enter`` has not ended.
+            DesyncError: on all ranks; they are at different windows.
+        """
+        for weight in weights:
+            check_weight(weight)
+        if self._count and not self._closed:
+            raise ConfigurationError(
+                "forward_backward was called before a window of accumulate has ended, whose gradients are not reduced: "
+                "finish it, or pass all of its micro-batches to forward_backward."
+            )
+        self._renew()
+        self._is_whole, self._count, self._total = True, len(weights), math.fsum(weights)
+        self._read()
+        self.continue_whole(True)
+        return self._is_even
+
+    def continue_whole(self, is_last: bool) -> None:
+        """Begin a micro-batch of a window that is known as a whole; gradients are reduced in the last one."""
+        self.inside, self.sync = True, is_last
+
+    def whole_factor(self, weight: float) -> float:
+        """Return the factor of the loss of a micro-batch in a window that is known as a whole."""
+        return weight / self._mean if self._mean else 0.0
 
     def leave(self) -> None:
-        """End a micro-batch."""
+        """End a micro-batch, and a window that is known as a whole also where a step has failed."""
         self.inside = False
+        self.sync = self.sync or self._is_whole
         self._closed = self.sync
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all micro-batches of the window were known when it began."""
+        return self._is_whole
+
+    @property
+    def coming(self) -> int:
+        """The number of windows before the one that the next micro-batch is in."""
+        return self.steps + self._closed
 
     @property
     def is_closed(self) -> bool:
@@ -112,7 +161,7 @@ class GradientWindow:
     @property
     def lacks_backward(self) -> bool:
         """Whether, at the window's end, this rank called no backward in the last micro-batch."""
-        return self._weight is None and not self._launched
+        return self._weight is None and not self._launched and not self._is_whole
 
     def take_factor(self, key: Hashable) -> float | None:
         """Return the factor that the gradients of ``key`` are still to be multiplied by. Collective.
@@ -129,6 +178,8 @@ class GradientWindow:
             return None
         self._taken.add(key)
         mean = self._read()
+        if self._is_whole:
+            return 1.0 if mean else 0.0
         return self._window_divisor / mean if mean else 0.0
 
     @property
@@ -145,8 +196,10 @@ class GradientWindow:
         Args:
             key: identifies the optimizer.
         """
-        if self._closed or key in self._taken or not self._backwards:
+        if self._closed or key in self._taken:
             return False
+        if self._is_whole or not self._backwards:
+            return self._is_whole
         return not (self.sync and self._weight is not None)
 
     def _launch(self) -> None:
@@ -160,7 +213,9 @@ class GradientWindow:
                 self._mean = self._total
             else:
                 self._launch()
-                self._mean = self._control.read().total_weight / self._size
+                agreement = self._control.read()
+                self._mean = agreement.total_weight / self._size
+                self._is_even = agreement.batches is not None
             self._window_divisor = self._weight_divisor
             if self._scaled and self._mean:
                 # Losses with large weights would leave fp16's range, so weights are divided by about their mean. A
@@ -172,7 +227,7 @@ class GradientWindow:
 
     def state_dict(self) -> dict[str, float]:
         """Return the number of windows and the divisor of weights."""
-        return {"steps": self.steps + self._closed, "unit": self._weight_divisor}
+        return {"steps": self.coming, "unit": self._weight_divisor}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore what ``state_dict`` returned. A window in progress is discarded."""

@@ -14,6 +14,7 @@ from ..core.errors import ConfigurationError
 from ..core.precision import Precision, at_least_fp32
 from ..parallel.compilation import compilation_of
 from .objects import Engine
+from .window_rules import check_caller, check_single_pass
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -27,6 +28,7 @@ class _Calls:
         self._context = precision.forward_context(device_type)
         self._routes: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._shared_after = 0
+        self._only_in_windows = engine.strategy.window_passes is not None
 
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in self._routes:
@@ -34,7 +36,12 @@ class _Calls:
             strategy = self.engine.strategy
             self._routes[name] = strategy.route(step, training=True), self._evaluation(step)
         train, evaluate = self._routes[name]
-        return (train if torch.is_grad_enabled() else evaluate)(*args, **kwargs)
+        trains = torch.is_grad_enabled()
+        if self._only_in_windows:
+            check_caller(self.engine, trains)
+            # The strategy runs the step of a window without gradients too, to learn shapes.
+            trains = self.engine.runs_window
+        return (train if trains else evaluate)(*args, **kwargs)
 
     def _evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function for calls without gradients. The first call after an update is collective if the module
@@ -165,6 +172,7 @@ def wrap_module(engine: Engine, precision: Precision, device_type: str) -> Any:
 
 def _no_sync(module: FabricModule) -> AbstractContextManager[None]:
     """Do not reduce gradients over ranks in the passes inside, as ``no_sync`` of ``DistributedDataParallel``."""
+    check_single_pass(module._calls.engine.strategy, None, "no_sync")
     return module._calls.engine.without_sync()
 
 

@@ -54,6 +54,7 @@ class Engine:
         peers: The engines of all modules that share the loss scaler, this one included.
         strategy: The clone that took over the module.
         window: The accumulation window that the module is in, None outside ``accumulate``.
+        runs_window: Whether the strategy runs the passes of a window, in which the module may be called.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, scaler: LossScaler | None, peers: list[Engine]) -> None:
@@ -65,6 +66,7 @@ class Engine:
         self.window: GradientWindow | None = None
         self._joined: tuple[GradientWindow, int] | None = None
         self._may_sync = True
+        self.runs_window = False
         # Functions that revert changes to the module.
         self._at_release = ExitStack()
 
@@ -116,6 +118,15 @@ class Engine:
         postponed = self.window is not None and self.window.inside and not self.window.sync
         self.strategy.sync_gradients(allowed and not postponed)
         return before
+
+    @contextmanager
+    def running_window(self) -> Generator[None, None, None]:
+        """Let the strategy run the passes of a window inside."""
+        self.runs_window = True
+        try:
+            yield
+        finally:
+            self.runs_window = False
 
     @contextmanager
     def without_sync(self) -> Generator[None, None, None]:

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..core.accumulation import AccumulationSchedule
-from ..core.errors import ConfigurationError, NonFiniteError
-from ..core.optimizer_config import parameters_of
 from ..core.precision import Precision
+from .clipping import Clipping
 from .collectives import Collectives
 from .gradient_window import GradientWindow, check_weight
 from .loaders import FabricLoader
-from .objects import FabricOptimizer
+from .objects import Engine
 from .prepared import Prepared
+from .window_rules import check_part, check_single_pass
 
 
-class Training:
-    """Backward passes, accumulation windows and gradient clipping.
+class Training(Clipping):
+    """Backward passes and accumulation windows, and what follows them up to the update.
 
     Attributes:
         windows: The accumulation window of each set of modules, by the sorted indices of their engines.
+        parts: The number of ranks that share a sequence.
     """
 
     def __init__(
         self, ranks: Collectives, prepared: Prepared, precision: Precision, accumulation: AccumulationSchedule
     ) -> None:
+        super().__init__(prepared)
         self.windows: dict[tuple[int, ...], GradientWindow] = {}
         self._ranks = ranks
-        self._prepared = prepared
-        self._scaler = prepared.scaler
         self._precision = precision
         self._accumulation = accumulation
-        self._parts = ranks.resources.layout.cp
+        self.parts = ranks.resources.layout.cp
         self._window: GradientWindow | None = None
 
     def clear(self) -> None:
@@ -69,35 +68,28 @@ class Training:
                 number of targets in this rank's part.
             options: those of ``Tensor.backward``, such as ``retain_graph``.
         """
-        if self._parts > 1:
-            self._check_part(weight)
-        engine = self._prepared.engine_for_backward(model)
-        loader = self._prepared.reading.current
+        prepared = self._prepared
+        check_single_pass(prepared.strategy, self._window, "backward")
+        if self.parts > 1:
+            check_part(self.parts, prepared.strategy.part, weight, "backward(loss, weight=...)")
+        engine = prepared.engine_for_backward(model)
+        loader = prepared.reading.current
         filler = loader is not None and loader.filler
         given = None if weight is None else float(weight)
         if self._window is not None and self._window.inside:
             factor = self._window.factor(0.0 if filler else 1.0 if given is None else given)
         else:
             factor = self._factor_alone(given, loader)
-            for each in self._prepared.engines if engine is None else [engine]:
+            for each in prepared.engines if engine is None else [engine]:
                 each.leave_closed_window()
+        strategy = prepared.strategy if engine is None else engine.strategy
+        strategy.backward(self.scaled(loss, factor), **options)
+
+    def scaled(self, loss: Tensor, factor: float) -> Tensor:
+        """Return a loss multiplied by a factor and by the loss scale."""
         if self._scaler is not None:
             factor *= self._scaler.scale
-        strategy = self._prepared.strategy if engine is None else engine.strategy
-        strategy.backward(loss if factor == 1.0 else loss * factor, **options)
-
-    def _check_part(self, weight: float | Tensor | None) -> None:
-        given = f"Fabric(parallel={{'cp': {self._parts}}})"
-        if weight is None:
-            raise ConfigurationError(
-                f"{given} needs backward(loss, weight=...), the number of targets over which the loss of a part is "
-                "averaged, as parts may have different numbers of them: pass it, or leave cp out."
-            )
-        if not self._prepared.strategy.part.was_used:
-            raise ConfigurationError(
-                f"{given} was given a loss, and no tensor was cut: pass every tensor that has a sequence dim through "
-                "fabric.part, such as `tokens = fabric.part(tokens)`, or leave cp out."
-            )
+        return loss if factor == 1.0 else loss * factor
 
     def _factor_alone(self, weight: float | None, loader: FabricLoader | None) -> float:
         """Return the factor of a loss outside ``accumulate``: its weight in the mean over ranks.
@@ -124,10 +116,16 @@ class Training:
             models: the modules that take part, by default all that are set up. Each set of models has its own windows.
         """
         prepared = self._prepared
-        engines = [prepared.engine_for(model, "accumulate") for model in models] or prepared.engines
-        key = tuple(sorted(prepared.engines.index(engine) for engine in engines))
-        window, loader = self.window_of(key), prepared.reading.current
+        check_single_pass(prepared.strategy, self._window, "accumulate")
+        engines, window = self.together(models, "accumulate")
+        loader = prepared.reading.current
         window.enter(0 if loader is None else loader.epoch, loader is not None and loader.end)
+        with self.micro_batch(engines, window):
+            yield
+
+    @contextmanager
+    def micro_batch(self, engines: Sequence[Engine], window: GradientWindow) -> Generator[None, None, None]:
+        """Run a micro-batch that the window has begun."""
         for engine in engines:
             engine.begin_micro_batch(window)
         self._window = window
@@ -137,6 +135,12 @@ class Training:
             window.leave()
             for engine in engines:
                 engine.end_micro_batch()
+
+    def together(self, models: Iterable[nn.Module], verb: str) -> tuple[list[Engine], GradientWindow]:
+        """Return the engines of the modules given to ``verb``, of all that are set up if none are; and their window."""
+        prepared = self._prepared
+        engines = [prepared.engine_for(model, verb) for model in models] or prepared.engines
+        return engines, self.window_of(tuple(sorted(prepared.engines.index(engine) for engine in engines)))
 
     def window_of(self, key: tuple[int, ...]) -> GradientWindow:
         """Return the window of the engines with these indices."""
@@ -157,9 +161,21 @@ class Training:
     @property
     def window_size(self) -> int:
         """The number of micro-batches in the current window."""
-        steps = 0 if self._window is None else self._window.steps
+        return self._size_after(0 if self._window is None else self._window.steps)
+
+    @property
+    def coming_size(self) -> int:
+        """The number of micro-batches in a window that begins now."""
+        return self._size_after(0 if self._window is None else self._window.coming)
+
+    def _size_after(self, steps: int) -> int:
         loader = self._prepared.reading.current
         return self._accumulation(0 if loader is None else loader.epoch, steps)
+
+    @property
+    def current(self) -> GradientWindow | None:
+        """The last window that was entered."""
+        return self._window
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's forward context, for computations outside a set-up module."""
@@ -175,118 +191,5 @@ class Training:
         Meant for loops that accumulate without ``accumulate``.
         """
         engine = self._prepared.engine_for(module, "no_backward_sync")
+        check_single_pass(engine.strategy, self._window, "no_backward_sync")
         return engine.without_sync() if enabled else nullcontext()
-
-    def full_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the full gradient of a parameter, averaged over ranks; None if no loss depends on it. Collective.
-
-        Call it between the backward that ends a window and the update, with a parameter as the module holds it now.
-
-        Raises:
-            ConfigurationError: the parameter belongs to no module that is set up.
-        """
-        if not self._prepared.engines:
-            # In the Fabric of a Trainer the strategy itself holds the single module.
-            return self._prepared.strategy.gradients.full(parameter)
-        for engine in self._prepared.engines:
-            if engine.owns(parameter):
-                return engine.strategy.gradients.full(parameter)
-        raise ConfigurationError(
-            f"full_gradient was given a tensor of shape {tuple(parameter.shape)} that is not a parameter of a module "
-            "that is set up: take it from module.parameters() after setup, not before."
-        )
-
-    def clip_gradients(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        clip_val: float | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor | None:
-        """Clip gradients by norm or by value. Collective.
-
-        Inside ``accumulate`` it acts at the end of a window only. With a loss scale a norm that is not finite is not an
-        error: the update is skipped.
-
-        Args:
-            module: the module that is set up.
-            optimizer: the optimizer whose gradients are clipped.
-            clip_val: clamp gradients to ``[-clip_val, clip_val]``.
-            max_norm: scale gradients down to this norm.
-            norm_type: the order of the norm.
-            error_if_nonfinite: raise if the norm is not finite.
-
-        Returns:
-            The norm before clipping, a 0-d tensor; None when clipping by value, or where the window does not end.
-
-        Raises:
-            ConfigurationError: not exactly one of ``clip_val`` and ``max_norm`` is given.
-            NonFiniteError: the norm is not finite and ``error_if_nonfinite`` is true.
-        """
-        if (clip_val is None) == (max_norm is None):
-            raise ConfigurationError(
-                f"clip_gradients was given clip_val={clip_val!r} and max_norm={max_norm!r}: give exactly one of them."
-            )
-        self._prepared.engine_for(module, "clip_gradients")
-        mine = [one for one in self._prepared.optimizers if any(optimizer is each for each in (one, one.optimizer))]
-        if not mine:
-            raise ConfigurationError("clip_gradients was given an optimizer that is not set up; call setup with it.")
-        return self._clip(mine[0], clip_val, max_norm, norm_type, error_if_nonfinite)
-
-    def _clip(
-        self, optimizer: FabricOptimizer, value: float | None, max_norm: float | None, norm_type: float, strict: bool
-    ) -> Tensor | None:
-        if optimizer.waits:
-            return None
-        optimizer.prepare()
-        engine, parameters = optimizer.engine, parameters_of(optimizer.optimizer)
-        gradients = engine.strategy.gradients
-        engine.updater.unscale(optimizer.optimizer)
-        if value is not None and self._scaler is None:
-            gradients.clip_by_value(parameters, value)
-            return None
-        norm = gradients.norm(parameters, norm_type)
-        # Clamping would hide an infinity from the loss scaler, which must skip this update.
-        finite = bool(norm.isfinite()) if strict or self._scaler is not None else True
-        if not finite and self._scaler is None:
-            raise NonFiniteError(
-                f"the norm of the gradients is {norm.item()}. Lower the learning rate, or clip with "
-                "error_if_nonfinite=False to continue."
-            )
-        if value is not None:
-            if finite:
-                gradients.clip_by_value(parameters, value)
-            return None
-        if finite:
-            gradients.clip_by_norm(parameters, float(max_norm or 0.0), norm)
-        return norm
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Clip gradients by norm, given the parameters of an optimizer or of a module. Collective.
-
-        Returns:
-            The norm before clipping, a 0-d tensor; None where the window does not end.
-        """
-        norms = [self._clip(one, None, max_norm, norm_type, False) for one in self._prepared.optimizers_of(parameters)]
-        found = [norm for norm in norms if norm is not None]
-        return None if not found else found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found))
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp the gradients of an optimizer's or module's parameters to ``[-clip_value, clip_value]``. Collective."""
-        for one in self._prepared.optimizers_of(parameters):
-            self._clip(one, clip_value, None, 2.0, False)
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the loss scale and the window's weight, as the update does. Collective.
-
-        Args:
-            optimizer: an optimizer or a list of them; by default all that are set up.
-        """
-        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for one in self._prepared.optimizers:
-            wanted = optimizer is None or any(each is one or each is one.optimizer for each in given)
-            if wanted and not one.waits:
-                one.prepare()
-                one.engine.updater.unscale(one.optimizer)

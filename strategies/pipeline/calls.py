@@ -141,7 +141,8 @@ class BlockCalls:
             return plain(*args, **kwargs)
         raise LoopError(
             f"block {number} of the model was called outside of a step, and another rank of the pipeline holds it: "
-            "call the model in training_step, validation_step, test_step or predict_step only."
+            "call the model in training_step, validation_step, test_step or predict_step only, and in a Fabric in the "
+            "step of forward_backward or under torch.no_grad()."
         )
 
     def during(self, current: StagePass, function: Callable[[], Any]) -> tuple[bool, Any]:

@@ -14,6 +14,7 @@ from ...framework.distributed.world import World
 from ...framework.parallel.strategy import StepFunction
 from .blocks import Stages
 from .calls import BlockCalls, StagePass
+from .outputs import Outputs
 from .passes import HiddenStates
 from .schedules import Place
 from .streams import SharedDraws
@@ -32,6 +33,7 @@ class Evaluation:
         calls: the blocks.
         hidden: knows the hidden states between stages.
         gathered: returns the context of a step, in which this rank holds its stages in full.
+        outputs: gives the output of a step to all ranks; None to leave it to the rank with the last stage.
     """
 
     def __init__(
@@ -43,15 +45,20 @@ class Evaluation:
         calls: BlockCalls,
         hidden: HiddenStates,
         gathered: Callable[[], AbstractContextManager[Any]],
+        outputs: Outputs | None,
     ) -> None:
         self._world, self._place, self._group = world, place, group
         self._stages, self._calls, self._hidden = stages, calls, hidden
         self._gathered = gathered
+        self._outputs = outputs
         self._number = 0
         self._is_running = False
 
     def route(self, step: StepFunction) -> StepFunction:
-        """Return the function that runs a step; it returns None on ranks without the last stage. Collective."""
+        """Return the function that runs a step. Collective.
+
+        Without ``outputs`` it returns None on ranks without the last stage.
+        """
 
         def routed(*args: Any, **kwargs: Any) -> Any:
             if self._is_running:
@@ -59,9 +66,10 @@ class Evaluation:
             self._is_running = True
             try:
                 with self._gathered():
-                    return self._run(lambda: step(*args, **kwargs))
+                    output = self._run(lambda: step(*args, **kwargs))
             finally:
                 self._is_running = False
+            return output if self._outputs is None else self._outputs.share(output)
 
         return routed
 

@@ -46,6 +46,7 @@ from .evaluation import Evaluation
 from .gradients import StagedGradients
 from .initial import fill_stages
 from .mesh import StageMesh, build_mesh
+from .outputs import Outputs
 from .passes import HiddenStates, PipelinePasses
 from .schedules import Place, kind_named
 from .shards import StageShards, check_sharded
@@ -196,14 +197,9 @@ class PipelineStrategy(Strategy):
         """Replace the calls of the blocks. Collective.
 
         Raises:
-            ConfigurationError: the module or an optimizer cannot be divided, or is trained by a Fabric.
+            ConfigurationError: the module or an optimizer cannot be divided.
         """
         self.check_module(module)
-        if training and routed is not Routed.LOSS:
-            raise ConfigurationError(
-                f"strategy={self.name!r} trains by Trainer.fit with automatic optimization only, which hands it whole "
-                "accumulation windows: use it there, or strategy='fsdp' in a Fabric."
-            )
         for optimizer in optimizers:
             check_independent(optimizer, self.name)
             if quantizes(optimizer):
@@ -221,7 +217,9 @@ class PipelineStrategy(Strategy):
         self.gradients = StagedGradients(self.world, mesh, owners, shards)
         self.state = StagedState(self.world, place, owners, mesh.stride, None if shards is None else shards.free)
         gathered = nullcontext if shards is None else shards.gathered
-        self._evaluation = Evaluation(self.world, place, mesh.pipeline, stages, calls, hidden, gathered)
+        # The loop of a user reads outputs on all ranks.
+        outputs = Outputs(mesh.pipeline, place, self.world) if training and routed is Routed.FORWARD else None
+        self._evaluation = Evaluation(self.world, place, mesh.pipeline, stages, calls, hidden, gathered, outputs)
         self.window_passes.set_up(module, stages, calls, hidden, None if shards is None else shards.gather)
         return list(optimizers)
 

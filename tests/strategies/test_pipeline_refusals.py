@@ -12,7 +12,7 @@ from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
-from phalanx import Fabric, TrainModule
+from phalanx import TrainModule
 from phalanx.errors import ConfigurationError, LoopError, UnknownNameError
 from phalanx.strategies import FSDPStrategy, PipelineStrategy
 
@@ -170,22 +170,6 @@ def test_a_step_that_a_pipeline_cannot_divide_is_refused(name: str, words: str) 
 
 def raising(name: str) -> None:
     raise AssertionError(message_of(name))
-
-
-def in_fabric() -> str:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="pipeline")
-    fabric.launch()
-    module = LanguageModel()
-    try:
-        fabric.setup(module, module.configure_optimizers())
-    except ConfigurationError as error:
-        return str(error)
-    raise AssertionError("it was set up")
-
-
-def test_a_fabric_that_trains_is_refused() -> None:
-    for message in run_on_ranks(2, in_fabric):
-        assert "Trainer.fit" in message
 
 
 class Quantized(LanguageModel):

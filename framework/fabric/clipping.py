@@ -1,0 +1,136 @@
+"""``Clipping``: the part of a Fabric that unscales and clips gradients between a backward pass and the update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..core.errors import ConfigurationError, NonFiniteError
+from ..core.optimizer_config import parameters_of
+from .objects import FabricOptimizer
+from .prepared import Prepared
+
+
+class Clipping:
+    """Operations on the gradients of modules that are set up."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._scaler = prepared.scaler
+
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the full gradient of a parameter, averaged over ranks; None if no loss depends on it. Collective.
+
+        Call it between the backward that ends a window and the update, with a parameter as the module holds it now.
+
+        Raises:
+            ConfigurationError: the parameter belongs to no module that is set up.
+        """
+        if not self._prepared.engines:
+            # In the Fabric of a Trainer the strategy itself holds the single module.
+            return self._prepared.strategy.gradients.full(parameter)
+        for engine in self._prepared.engines:
+            if engine.owns(parameter):
+                return engine.strategy.gradients.full(parameter)
+        raise ConfigurationError(
+            f"full_gradient was given a tensor of shape {tuple(parameter.shape)} that is not a parameter of a module "
+            "that is set up: take it from module.parameters() after setup, not before."
+        )
+
+    def clip_gradients(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        """Clip gradients by norm or by value. Collective.
+
+        Inside ``accumulate`` it acts at the end of a window only. With a loss scale a norm that is not finite is not an
+        error: the update is skipped.
+
+        Args:
+            module: the module that is set up.
+            optimizer: the optimizer whose gradients are clipped.
+            clip_val: clamp gradients to ``[-clip_val, clip_val]``.
+            max_norm: scale gradients down to this norm.
+            norm_type: the order of the norm.
+            error_if_nonfinite: raise if the norm is not finite.
+
+        Returns:
+            The norm before clipping, a 0-d tensor; None when clipping by value, or where the window does not end.
+
+        Raises:
+            ConfigurationError: not exactly one of ``clip_val`` and ``max_norm`` is given.
+            NonFiniteError: the norm is not finite and ``error_if_nonfinite`` is true.
+        """
+        if (clip_val is None) == (max_norm is None):
+            raise ConfigurationError(
+                f"clip_gradients was given clip_val={clip_val!r} and max_norm={max_norm!r}: give exactly one of them."
+            )
+        self._prepared.engine_for(module, "clip_gradients")
+        mine = [one for one in self._prepared.optimizers if any(optimizer is each for each in (one, one.optimizer))]
+        if not mine:
+            raise ConfigurationError("clip_gradients was given an optimizer that is not set up; call setup with it.")
+        return self._clip(mine[0], clip_val, max_norm, norm_type, error_if_nonfinite)
+
+    def _clip(
+        self, optimizer: FabricOptimizer, value: float | None, max_norm: float | None, norm_type: float, strict: bool
+    ) -> Tensor | None:
+        if optimizer.waits:
+            return None
+        optimizer.prepare()
+        engine, parameters = optimizer.engine, parameters_of(optimizer.optimizer)
+        gradients = engine.strategy.gradients
+        engine.updater.unscale(optimizer.optimizer)
+        if value is not None and self._scaler is None:
+            gradients.clip_by_value(parameters, value)
+            return None
+        norm = gradients.norm(parameters, norm_type)
+        # Clamping would hide an infinity from the loss scaler, which must skip this update.
+        finite = bool(norm.isfinite()) if strict or self._scaler is not None else True
+        if not finite and self._scaler is None:
+            raise NonFiniteError(
+                f"the norm of the gradients is {norm.item()}. Lower the learning rate, or clip with "
+                "error_if_nonfinite=False to continue."
+            )
+        if value is not None:
+            if finite:
+                gradients.clip_by_value(parameters, value)
+            return None
+        if finite:
+            gradients.clip_by_norm(parameters, float(max_norm or 0.0), norm)
+        return norm
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Clip gradients by norm, given the parameters of an optimizer or of a module. Collective.
+
+        Returns:
+            The norm before clipping, a 0-d tensor; None where the window does not end.
+        """
+        norms = [self._clip(one, None, max_norm, norm_type, False) for one in self._prepared.optimizers_of(parameters)]
+        found = [norm for norm in norms if norm is not None]
+        return None if not found else found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp the gradients of an optimizer's or module's parameters to ``[-clip_value, clip_value]``. Collective."""
+        for one in self._prepared.optimizers_of(parameters):
+            self._clip(one, clip_value, None, 2.0, False)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the loss scale and the window's weight, as the update does. Collective.
+
+        Args:
+            optimizer: an optimizer or a list of them; by default all that are set up.
+        """
+        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for one in self._prepared.optimizers:
+            wanted = optimizer is None or any(each is one or each is one.optimizer for each in given)
+            if wanted and not one.waits:
+                one.prepare()
+                one.engine.updater.unscale(one.optimizer)

@@ -1,0 +1,258 @@
+"""``WindowTraining``: the part of a Fabric that trains on accumulation windows which the user's loop passes as a whole.
+
+Most strategies run the micro-batches one after another. One with ``Strategy.window_passes``, such as a pipeline, runs
+them together. The weights of all micro-batches are known at the start, where the ranks add them up in one small
+reduction; it also shows whether they have the same number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import ConfigurationError, DesyncError, is_count
+from ..core.wording import counted
+from ..parallel.fresh_batches import fresh
+from ..parallel.sync_batch_norm import is_collective
+from ..parallel.window_passes import Window
+from ..parallel.zero_backward import zero_gradients
+from .collectives import Collectives
+from .gradient_window import GradientWindow
+from .objects import Engine
+from .prepared import Prepared
+from .training import Training
+from .window_rules import check_part, loss_of
+
+Step = Callable[[Any], Any]
+
+
+class WindowTraining:
+    """Runs the forward and backward passes of whole accumulation windows."""
+
+    def __init__(self, ranks: Collectives, prepared: Prepared, training: Training) -> None:
+        self._ranks = ranks
+        self._prepared = prepared
+        self._training = training
+
+    def windows(self, loader: Iterable[Any], size: int | None = None) -> Generator[list[Any], None, None]:
+        """Yield the micro-batches of a loader in lists, one for each accumulation window.
+
+        The last list has fewer if the number of batches is not divisible. Filler batches, which a loader that is set up
+        yields to ranks without data, are left out, so a list may be shorter than those of other ranks, or empty.
+
+        Args:
+            loader: a loader that is set up, or any iterable of batches.
+            size: the number of micro-batches in a window; None for that of ``Fabric(accumulate=...)``.
+
+        Raises:
+            ConfigurationError: ``size`` is not a whole number of at least 1.
+        """
+        if size is not None and not is_count(size, 1):
+            raise ConfigurationError(
+                f"windows(size={size!r}): the number of micro-batches in a window is a whole number of at least 1."
+            )
+        return self._windows(loader, size)
+
+    def _windows(self, loader: Iterable[Any], size: int | None) -> Generator[list[Any], None, None]:
+        reading, window, count, wanted = self._prepared.reading, list[Any](), 0, 0
+        before = len(reading.loaders)
+        for batch in loader:
+            if not count:
+                wanted = self._training.coming_size if size is None else size
+            count += 1
+            if not (reading.loaders[before:] and reading.loaders[-1].filler):
+                window.append(batch)
+            del batch
+            if count == wanted:
+                yield window
+                window, count = [], 0
+        if count:
+            yield window
+
+    def forward_backward(
+        self,
+        step: Step,
+        micro_batches: Iterable[Any],
+        weights: Iterable[float | Tensor] | None = None,
+        model: nn.Module | None = None,
+    ) -> Tensor:
+        """Compute the gradients of an accumulation window, under every strategy. Never steps an optimizer.
+
+        They are those of the mean loss over all micro-batches of the window and of all ranks, weighted by ``weights``,
+        and are added to gradients that exist. They are reduced over ranks once. Collective.
+
+        - Ranks may have different numbers of micro-batches, or none. Where passes contain collectives, ranks with fewer
+          of them run further passes with the weight 0, for which the step is given a batch again.
+        - Ranks that read the same data, such as those of a pipeline, are given the same micro-batches and weights, as
+          loaders that are set up do.
+        - Under a pipeline ``step`` runs several times for a micro-batch, on each rank up to the last block that the
+          rank holds. It should have no effect other than its result.
+
+        Args:
+            step: ``step(micro_batch)`` calls the set-up module and returns the loss, a scalar tensor that is a mean
+                over items, or a dict with the key ``"loss"``. It does not call ``backward``.
+            micro_batches: those of this rank, on its device.
+            weights: for each micro-batch the number of items that its loss is the mean over, such as non-padding
+                tokens. Pass them on all ranks or on none. By default all micro-batches weigh the same. Where ranks
+                share sequences (``cp``) they are required: the numbers of targets in this rank's part.
+            model: the set-up module that is trained, if several are set up.
+
+        Returns:
+            The losses without graph, float32 [micro_batches], on every rank.
+
+        Raises:
+            ConfigurationError: a weight is invalid or missing, or a window of ``accumulate`` has not ended.
+            LoopError: the step does not return a loss, or calls the module in a way that the strategy cannot run.
+            DesyncError: on all ranks; ranks that read the same data have different numbers of micro-batches.
+        """
+        prepared, training = self._prepared, self._training
+        if training.current is not None and training.current.inside:
+            raise ConfigurationError(
+                "forward_backward was called inside accumulate or another step of forward_backward: call it outside, "
+                "with all micro-batches of the window."
+            )
+        batches = list(micro_batches)
+        shares = self._shares(len(batches), weights)
+        engines, window = training.together([] if model is None else [model], "forward_backward")
+        engine = prepared.engine_for_backward(model)
+        is_even = window.enter_whole(shares)
+        with training.micro_batch(engines, window):
+            if prepared.strategy.window_passes is not None:
+                if not is_even:
+                    self._counts(len(batches))
+                return self._run_together(self._only(engine), window, step, batches, shares)
+            return self._run_in_turn(engines, engine, window, step, batches, shares, is_even)
+
+    def _shares(self, count: int, weights: Iterable[float | Tensor] | None) -> list[float]:
+        if self._training.parts > 1 and weights is None:
+            check_part(self._training.parts, self._prepared.strategy.part, None, "forward_backward(weights=...)")
+        shares = [1.0] * count if weights is None else [float(weight) for weight in weights]
+        if len(shares) != count:
+            raise ConfigurationError(
+                f"forward_backward was given {counted(count, 'micro-batch')} and {counted(len(shares), 'weight')}: "
+                "give one for each."
+            )
+        return shares
+
+    # ---- micro-batches in turn ------------------------------------------------------------------------------------
+
+    def _run_in_turn(
+        self,
+        engines: list[Engine],
+        engine: Engine | None,
+        window: GradientWindow,
+        step: Step,
+        batches: list[Any],
+        shares: list[float],
+        is_even: bool,
+    ) -> Tensor:
+        training, count, losses = self._training, len(batches), list[Tensor]()
+        strategy = self._prepared.strategy if engine is None else engine.strategy
+        if not is_even:
+            batches = self._filled(engines, batches)
+        for number, batch in enumerate(batches):
+            window.continue_whole(number == len(batches) - 1)
+            for each in engines:
+                each.begin_micro_batch(window)
+            loss = self._checked(step(fresh(batch)))
+            if number < count:
+                losses.append(loss.detach().float().reshape(()))
+            factor = window.whole_factor(shares[number]) if number < count else 0.0
+            if factor:
+                strategy.backward(training.scaled(loss, factor))
+                continue
+            # Zero times an infinite activation would be NaN.
+            with zero_gradients(loss) as zero:
+                strategy.backward(zero)
+        if not batches and not is_even:
+            # The other ranks reduce gradients in their last backward passes.
+            for each in [each for each in engines if each.optimizers] or engines:
+                each.strategy.zero_backward()
+        return torch.stack(losses) if losses else torch.zeros(0, device=self._ranks.world.device)
+
+    def _checked(self, output: Any) -> Tensor:
+        loss, training = loss_of(output), self._training
+        if training.parts > 1:
+            check_part(training.parts, self._prepared.strategy.part, 1.0, "weights=")
+        return loss
+
+    def _filled(self, engines: Sequence[Engine], batches: list[Any]) -> list[Any]:
+        """Return as many micro-batches as the rank with the most has, where passes contain collectives. Collective."""
+        counts, own, traits = self._counts(len(batches)), len(batches), self._prepared.strategy.traits
+        together = traits.forward_has_collectives or traits.backward_has_collectives
+        if not together and not any(is_collective(part) for each in engines for part in each.module.modules()):
+            return batches
+        spare = batches[-1:]
+        if 0 in counts:
+            source = next(rank for rank, count in enumerate(counts) if count)
+            sent = self._ranks.broadcast(spare[0] if self._ranks.world.rank == source else None, source)
+            spare = spare or [sent]
+        return batches + spare * (max(counts) - own)
+
+    def _counts(self, count: int) -> list[int]:
+        """Return the numbers of micro-batches of all ranks. Collective.
+
+        Raises:
+            DesyncError: on all ranks; ranks that read the same data have different ones.
+        """
+        world = self._ranks.world
+        counts = world.all_gather_object(count)
+        copies = world.size // world.data_size
+        for first in range(0, world.size, copies):
+            found = counts[first : first + copies]
+            if len(set(found)) > 1:
+                raise DesyncError(
+                    f"forward_backward was given {', '.join(map(str, found))} micro-batches on ranks {first} to "
+                    f"{first + copies - 1}, which work on the same data: give them the same, as loaders of "
+                    "fabric.setup_dataloaders do."
+                )
+        return counts
+
+    # ---- micro-batches together -----------------------------------------------------------------------------------
+
+    def _only(self, engine: Engine | None) -> Engine:
+        if engine is None:
+            raise ConfigurationError(
+                f"strategy={self._prepared.strategy.name!r} with several modules: call forward_backward(..., "
+                "model=...) to say which one the step trains."
+            )
+        return engine
+
+    def _run_together(
+        self, engine: Engine, window: GradientWindow, step: Step, batches: list[Any], shares: list[float]
+    ) -> Tensor:
+        strategy, training = engine.strategy, self._training
+        passes = strategy.window_passes
+        assert passes is not None
+        losses = torch.zeros(len(batches), device=self._ranks.world.device)
+
+        def finish(position: int, output: Any) -> Tensor | None:
+            loss = self._checked(output)
+            losses[position] = loss.detach()
+            return training.scaled(loss, window.whole_factor(shares[position])) if shares[position] else None
+
+        strategy.trainability_changed(engine.module)
+        # Before the passes, which may replace parameters while they run.
+        parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        with _set_aside(parameters), engine.running_window():
+            passes.begin()
+            if batches:
+                passes.run(Window(window.steps, batches, lambda number: step(fresh(batches[number])), finish))
+                losses = passes.share(losses)
+            strategy.reduce_gradients(parameters)
+        return losses
+
+
+@contextmanager
+def _set_aside(parameters: Sequence[Tensor]) -> Generator[None, None, None]:
+    """Add the gradients computed inside to those from before, which were reduced already."""
+    before = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in before:
+        parameter.grad = None
+    yield
+    for parameter, gradient in before:
+        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
