@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.wording import counted
 from ...framework.parallel.blocks import repeated_blocks
+from .schedules import Place
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class Stages:
             else None
             for tensor in tensors_of_all(module)
         }  # fmt: skip
+
+    def owners(self, module: nn.Module, place: Place) -> dict[int, int | None]:
+        """Map the ``id`` of each parameter and buffer to the only rank of a pipeline that holds it; None if all do."""
+        return {key: None if home is None else place.rank_of(home) for key, home in self.homes(module).items()}
 
 
 def tensors_of_all(module: nn.Module) -> list[Tensor]:

@@ -17,7 +17,7 @@ from .schedules import Place
 class Outputs:
     """Gives the output of a step, which the rank with the last stage has, to all ranks of a pipeline.
 
-    Constructing it is collective: ranks that read the same data draw the same random numbers from then on, those of the
+    Constructing it is collective: ranks that compute the same draw the same random numbers from then on, those of the
     first of them. A loop need not seed its ranks, whose random numbers then differ.
 
     Args:
@@ -30,8 +30,8 @@ class Outputs:
         self._group, self._device = group, world.device
         self._source = dist.get_global_rank(group, place.rank_of(place.stages - 1))
         self._is_source = self._source == world.rank
-        states = world.all_gather_object(capture())
-        restore(states[world.rank - world.rank % world.identical])
+        states = world.all_gather_object((world.identical_group, capture()))
+        restore(next(state for group, state in states if group == world.identical_group))
 
     def share(self, output: Any) -> Any:
         """Return the output of the rank with the last stage: its tensors, and a copy of what holds them. Collective."""

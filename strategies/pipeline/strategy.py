@@ -32,12 +32,12 @@ from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.gradient_operations import GradientOperations
-from ...framework.parallel.meta_device import share_buffers, supplied_names
+from ...framework.parallel.meta_device import supplied_names
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ...framework.parallel.sync_batch_norm import is_collective
 from ..context import ContextParallel
 from ..context.sharing import sharing_sequences
-from ..fsdp.initial import Origins, allocate_buffers, check_buffers, move_buffers
+from ..fsdp.initial import Origins, move_buffers
 from ..fsdp.tensor import check_plan
 from ..limits import check_independent
 from .blocks import Stages, divide
@@ -210,8 +210,9 @@ class PipelineStrategy(Strategy):
         self._check_layers(module)
         stages, place, mesh = self._divide(module), self._place, self._mesh
         held = {number for number in range(len(stages.blocks)) if stages.stage_of(number) in place.own}
-        self._fill(module, optimizers, stages, held)
-        shards, owners = self._shards, self._owners(stages, module)
+        origins = Origins(module, self._deferred, self.world, supplied_names(module, self._supplied))
+        self._shards = shards = fill_stages(module, optimizers, stages, place, mesh, origins)
+        owners = stages.owners(module, place)
         self._calls = calls = BlockCalls(stages, held)
         hidden = HiddenStates(module, calls, min(held))
         self.gradients = StagedGradients(self.world, mesh, owners, shards)
@@ -222,26 +223,6 @@ class PipelineStrategy(Strategy):
         self._evaluation = Evaluation(self.world, place, mesh.pipeline, stages, calls, hidden, gathered, outputs)
         self.window_passes.set_up(module, stages, calls, hidden, None if shards is None else shards.gather)
         return list(optimizers)
-
-    def _fill(self, module: nn.Module, optimizers: Sequence[Optimizer], stages: Stages, held: set[int]) -> None:
-        """Give this rank rank 0's values of the tensors that it holds, or its shards of them. Collective."""
-        owners, rank, later = self._owners(stages, module), self._place.rank, supplied_names(module, self._supplied)
-        elsewhere = {parameter for parameter in module.parameters() if owners[id(parameter)] not in (None, rank)}
-        if self._mesh.data is not None:
-            check_sharded(module, optimizers)
-        origins = Origins(module, self._deferred, self.world, later)
-        computed = allocate_buffers(module, self.world, later)
-        if self._mesh.data is None:
-            fill_stages(module, optimizers, elsewhere, origins)
-        else:
-            own = [stages.blocks[number] for number in sorted(held)]
-            self._shards = StageShards(module, optimizers, own, elsewhere, self._mesh, origins)
-        check_buffers(computed)
-        share_buffers(module, self.world)
-
-    def _owners(self, stages: Stages, module: nn.Module) -> dict[int, int | None]:
-        """Map the ``id`` of each parameter and buffer to the only rank of a pipeline that holds it, or None."""
-        return {key: None if home is None else self._place.rank_of(home) for key, home in stages.homes(module).items()}
 
     def _check_layers(self, module: nn.Module) -> None:
         for name, part in module.named_modules():
