@@ -12,6 +12,7 @@ from ranks import run_on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from phalanx import Fabric
 from phalanx.framework.core.degrees import resolve_degrees
 from phalanx.hf import TransformersModule
 
@@ -107,3 +108,41 @@ def test_a_model_of_transformers_trains_as_in_a_plain_loop(kind: str, ranks: int
     assert len(results[0][1]) == len(weights)
     for name, weight in results[0][1].items():
         torch.testing.assert_close(weight, weights[name.removeprefix("model.")], rtol=1e-4, atol=1e-6)
+
+
+# ---- a loop of the user's own ----------------------------------------------------------------------------------------
+
+
+def window() -> list[dict[str, Tensor]]:
+    return [{name: tensor[None] for name, tensor in row.items()} for row in rows()[:3]]
+
+
+def looped(kind: str) -> tuple[list[float], Tensor, dict[str, Tensor]]:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="pipeline")
+    fabric.launch()
+    net = fabric.setup_module(model(kind))
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        # Batches may lose items in a step, which runs more than once.
+        return net(batch.pop("input_ids"), **batch).loss  # type: ignore[no-any-return]
+
+    losses = fabric.forward_backward(step, window())
+    optimizer.step()
+    with torch.no_grad():
+        logits: Tensor = net(**window()[0]).logits
+    return losses.tolist(), logits, dict(fabric.full_state_dict(net))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "tied"])
+def test_a_loop_in_fabric_trains_and_evaluates_as_one_process(kind: str) -> None:
+    net = model(kind)
+    losses = torch.stack([net(**batch).loss for batch in window()])
+    losses.mean().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    results = run_on_ranks(2, looped, kind)
+    for found, logits, _ in results:
+        assert found == pytest.approx(losses.tolist(), rel=1e-5)
+        torch.testing.assert_close(logits, net(**window()[0]).logits, rtol=1e-4, atol=1e-5)
+    for name, weight in net.state_dict().items():
+        torch.testing.assert_close(results[0][2][name], weight, rtol=1e-5, atol=1e-6, msg=name)
