@@ -21,5 +21,5 @@ class TimeLimit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if time.monotonic() > self._deadline:
-            raise TimeoutError(f"it takes more than {self._seconds:.4g} seconds")
+            raise TimeoutError(f"it takes more than {self._seconds:.0f} seconds")
         return func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from ..memory.formulas import LAYOUTS
 from ..memory.memory_plan import MemoryPlan, make_plan
 from ..parallel.automatic import candidates
 from ..system.environment import nvme_path
+from ..watchdog.heartbeat import LEARNED, SECTIONS
 from .model_measurements import Measurements, is_small, measure, rank_device, ranks_of, summary_of
 from .rehearsals import WHOLE_LAYERS, Rehearsals, by_formulas, refusal_of
 from .rehearsed_plan import confirmed, with_rehearsal
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from ..parallel.resources import Resources
     from .plan_target import PlanTarget
     from .session import Session, StageRequest
+
+_SET_UP = SECTIONS.index("set-up")
 
 
 def plan_memory(
@@ -93,8 +97,13 @@ def _confirmed_by_a_rank(session: Session, request: StageRequest, memory: Memory
     kept = [-1 if each.activations is None else each.activations.kept for each in measured]
     busiest = kept.index(max(kept))
     if world.rank == busiest:
+        rehearsals = Rehearsals(session, request, resources, lambda: _known(own))
+        # Meanwhile no rank has a heartbeat.
+        silence = session.settings.stall_limits[_SET_UP]
+        if silence != LEARNED:
+            rehearsals = replace(rehearsals, end=min(rehearsals.end, time.monotonic() + silence / 2))
         try:
-            plan = confirmed(Rehearsals(session, request, resources, lambda: _known(own)), plan)
+            plan = confirmed(rehearsals, plan)
         except Exception as error:  # the other ranks wait for a plan
             plan = plan.with_notes(by_formulas(plan.chosen, summary_of(error)))
     return world.broadcast_object(plan, busiest)
