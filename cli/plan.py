@@ -52,9 +52,9 @@ def show_plan(given: argparse.Namespace) -> int:
     fit = of_class(given.target) if ":" in given.target else of_script(given.target, given.arguments)
     are_other = given.ranks is not None or given.ranks_per_node is not None
     parallel = fit.settings.parallel if given.parallel is None else given.parallel
-    about = _strategy(fit, chosen, parallel)
+    about = _strategy(fit, chosen)
     # By formulas nothing is split along these axes but the state.
-    rehearses = given.rehearse or bool(resolve_degrees(parallel).used)
+    rehearses = given.rehearse or about == "auto" or bool(resolve_degrees(parallel).used)
     plan = fit.trainer.plan(
         fit.module,
         fit.loaders,
@@ -88,12 +88,10 @@ def show_plan(given: argparse.Namespace) -> int:
     return 0 if row.fits and row.refusal is None else CHECK_FAILED
 
 
-def _strategy(fit: PlannedFit, chosen: str | None, parallel: Any) -> str | Strategy:
+def _strategy(fit: PlannedFit, chosen: str | None) -> str | Strategy:
     """Return the strategy that the answer is about; one with arguments of the program is that object."""
     given = fit.settings.strategy
     name = chosen or fit.strategy
-    if name == "auto" and "pp" in resolve_degrees(parallel).used:
-        return "pipeline"
     return given if isinstance(given, Strategy) and name == given.name else name
 
 

@@ -21,6 +21,7 @@ from ..core.errors import ConfigurationError, unknown
 from ..system.environment import environment_placement, own_records, variables_set
 from ..system.launcher_env import Placement
 from .devices import share_cores, take_device
+from .groups_aside import refuse_aside
 from .node_board import share_board
 from .object_frames import FrameSize, all_gather_object, broadcast_object, gather_object
 from .rank_zero import set_rank_zero_functions
@@ -100,7 +101,7 @@ class World:
         self.counts_data = True
         # Whether there is no other process: objects and small numbers of other ranks are taken to be those of this one.
         # True of a single rank, and of one among ranks that are rehearsed, whose group is torch's "fake" one.
-        self.is_alone = place.size == 1 or (is_initialized() and dist.get_backend() == "fake")
+        self.is_alone = place.size == 1 or _is_rehearsed()
         self._control: list[dist.ProcessGroup] = []
         self._board: list[Board] = []
         # If ``close`` is never called: when the world is garbage-collected, or at process exit.
@@ -140,8 +141,9 @@ class World:
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             share_cores(place)
             meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
-        own_records().record_joined(place.rank)
-        set_rank_zero_functions(place.rank)
+        if not _is_rehearsed():
+            own_records().record_joined(place.rank)
+            set_rank_zero_functions(place.rank)
         return cls(place, device)
 
     @contextlib.contextmanager
@@ -160,8 +162,9 @@ class World:
         """The CPU process group for control messages, created on first use. Collective the first time.
 
         Raises:
-            ConfigurationError: this is the world of a single process.
+            ConfigurationError: this is the world of a single process, or its groups are set aside.
         """
+        refuse_aside()
         if not self._control:
             if self.is_alone:
                 raise ConfigurationError("A world of one process has no control group: its collectives are identities.")
@@ -290,6 +293,11 @@ _REDUCTIONS: dict[str, Any] = (
     if dist.is_available()
     else dict.fromkeys(("sum", "mean", "min", "max"))
 )
+
+
+def _is_rehearsed() -> bool:
+    """Whether this process plays one of several ranks that are not there, in torch's "fake" group."""
+    return is_initialized() and dist.get_backend() == "fake"
 
 
 def _close_board(held: list[Board]) -> None:

@@ -10,6 +10,7 @@ from ..core.errors import unknown
 from ..core.precision import Precision
 from ..core.size_text import size_text
 from ..core.wording import counted
+from ..parallel.automatic import candidates
 from .available_memory import Memory
 from .communication import Traffic
 from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, footprint
@@ -20,6 +21,7 @@ from .ranks import Ranks
 _USABLE = 0.9
 # A model that takes less than this part of the memory fits without measuring it.
 _EASILY = 0.25
+_NOTHING = "Nothing fits by this count"
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ class TrainingData:
 class MemoryPlan:
     """The memory that each strategy needs on every rank. Its ``str`` is a table.
 
-    ``chosen`` is the strategy that ``strategy="auto"`` uses. Of ``single`` (one rank) or ``ddp``, ``fsdp``,
-    ``zero3-offload`` and ``zero3-nvme`` it is the first that can be used and fits; if none fits, the one that needs the
-    least memory on the device.
+    ``chosen`` is the strategy that ``strategy="auto"`` uses, as far as these numbers say. Of ``single`` (one rank) or
+    ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme`` it is the first that can be used and fits; if none fits, the
+    one that needs the least memory on the device. Degrees of parallelism leave fewer, or one.
     """
 
     rows: tuple[PlanRow, ...]
@@ -108,11 +110,37 @@ class MemoryPlan:
     def __iter__(self) -> Iterator[PlanRow]:
         return iter(self.rows)
 
-    def with_row(self, row: PlanRow, notes: Sequence[str] = ()) -> MemoryPlan:
+    def with_row(self, row: PlanRow) -> MemoryPlan:
         """Return a plan with another row for a strategy, or one more."""
         rows = [row if each.name == row.name else each for each in self.rows]
         rows += [] if any(each.name == row.name for each in rows) else [row]
-        return replace(self, rows=tuple(rows), notes=(*self.notes, *notes))
+        return replace(self, rows=tuple(rows))
+
+    def with_notes(self, *notes: str) -> MemoryPlan:
+        """Return a plan with further notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The strategies among which ``strategy="auto"`` chooses, the fastest first."""
+        return candidates(self.world_size, self.degrees)
+
+    def choosing(self, names: Sequence[str]) -> MemoryPlan:
+        """Return a plan whose choice is the first of ``names`` that can be used and fits.
+
+        If none fits, it is the one that needs the least memory on the device, and a note says so.
+        """
+        notes = tuple(note for note in self.notes if not note.startswith(_NOTHING))
+        tried = [row for name in names for row in self.rows if row.name == name and row.refusal is None]
+        fitting = next((row for row in tried if row.fits), None)
+        if fitting is not None or not tried:
+            # If none can be used, fit is to fail with the refusal of the first one.
+            known = [row for name in names for row in self.rows if row.name == name]
+            return replace(self, chosen=(fitting or (known or self.rows)[0]).name, notes=notes)
+        chosen = min(tried, key=lambda row: _on_device(row.needs, self.memory)).name
+        return replace(
+            self, chosen=chosen, notes=(*notes, f"{_NOTHING}; {chosen} needs the least memory on the device.")
+        )
 
     @property
     def fits(self) -> bool:
@@ -162,13 +190,6 @@ class MemoryPlan:
 _HEAD = ["  strategy", *(each.name.partition("_")[0] for each in fields(Bytes)), "device", "host", "disk", ""]
 
 
-def candidates(world_size: int, degrees: Degrees | None = None) -> tuple[str, ...]:
-    """Return the strategies that ``strategy="auto"`` tries, the fastest first."""
-    if degrees is not None and degrees.used:
-        return ("ddp", "fsdp")
-    return ("single" if world_size == 1 else "ddp", "fsdp", "zero3-offload", "zero3-nvme")
-
-
 def make_plan(
     size: ModelSize,
     ranks: Ranks,
@@ -192,21 +213,9 @@ def make_plan(
     for name, layout in LAYOUTS.items():
         needs = footprint(layout, size, ranks, precision, saved.kept, saved.casts, accumulates)
         rows.append(PlanRow(name, needs, shortage(needs, memory), refusals.get(name)))
-    tried = [
-        row
-        for name in candidates(ranks.world_size, ranks.degrees)
-        for row in rows
-        if row.name == name and row.refusal is None
-    ]
-    fitting = [row for row in tried if row.fits]
-    frugal = sorted(tried, key=lambda row: _on_device(row.needs, memory))
-    # If none can be used, fit is to fail with the refusal of the first row, which every machine supports.
-    chosen = (fitting or frugal or rows)[0].name
-    if tried and not fitting:
-        notes = [*notes, f"Nothing fits by this count; {chosen} needs the least memory on the device."]
-    return MemoryPlan(
+    plan = MemoryPlan(
         tuple(rows),
-        chosen,
+        rows[0].name,
         memory,
         size,
         ranks.world_size,
@@ -219,6 +228,7 @@ def make_plan(
         accumulates,
         ranks.degrees,
     )
+    return plan.choosing(plan.candidates)
 
 
 def shortage(needs: Footprint, memory: Memory, usable: float = _USABLE) -> str | None:

@@ -14,6 +14,7 @@ from ..distributed.rendezvous import is_initialized
 from ..distributed.world import World, placement
 from ..system.environment import query_devices_by_nvml, usable_cores
 from ..system.launcher_env import Placement, check_devices
+from .automatic import candidates
 from .strategy import Strategy
 
 # For the user's own queries, before ranks are forked from a notebook.
@@ -174,7 +175,7 @@ def resolve_resources(
         resolved_strategy,
         resolved_precision,
         place,
-        strategy == "auto" and not degrees.used,
+        strategy == "auto" and len(candidates(count * num_nodes, degrees)) > 1,
         resolved_strategy.degrees,
         launched,
     )
@@ -241,18 +242,7 @@ def _strategy(strategy: str | Strategy, world_size: int, degrees: Degrees) -> St
         hint = f" Make an object of it: {strategy.__name__}(...)." if isinstance(strategy, type) else ""
         raise ConfigurationError(f"strategy={strategy!r} must be a name or a Strategy object.{hint}")
     if strategy == "auto":
-        strategy = _automatic(world_size, degrees)
+        # Before the memory is known. With degrees it is the one that needs the least.
+        strategy = candidates(world_size, degrees)[-1 if degrees.used else 0]
     built: Strategy = STRATEGIES.load(strategy)()
     return built.with_degrees(degrees) if degrees.given else built
-
-
-def _automatic(world_size: int, degrees: Degrees) -> str:
-    """Return the strategy of ``"auto"`` before the memory is known, and with degrees for good.
-
-    With degrees it shards, unless replicas alone take the ranks that the degrees leave, or there are pipelines.
-    """
-    if not degrees.used:
-        return "single" if world_size == 1 else "ddp"
-    if "pp" in degrees.used:
-        return "pipeline"
-    return "ddp" if degrees.dp_replicate == -1 or degrees.dp_shard == 1 else "fsdp"

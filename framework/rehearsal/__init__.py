@@ -8,5 +8,6 @@ from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
     from .one_rank import Part as Part, rehearse as rehearse
+    from .time_limit import TimeLimit as TimeLimit
 
-__getattr__ = on_call(__name__, {".one_rank": "Part rehearse"})
+__getattr__ = on_call(__name__, {".one_rank": "Part rehearse", ".time_limit": "TimeLimit"})

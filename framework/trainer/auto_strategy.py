@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..core.errors import ConfigurationError
 from ..core.registry import STRATEGIES
 from ..core.wording import counted
 from ..launch import forked_ranks_can_use_cuda, launch_function
 from ..memory.alternatives import first_micro_batch
 from ..memory.available_memory import Memory, available_memory, bytes_of
 from ..memory.formulas import LAYOUTS
-from ..memory.measure import size_of, without_data
-from ..memory.memory_plan import MemoryPlan, candidates, fits_easily, make_plan
-from ..memory.ranks import Ranks
-from ..run.overrides import is_overridden
+from ..memory.memory_plan import MemoryPlan, make_plan
+from ..parallel.automatic import candidates
 from ..system.environment import nvme_path
-from .model_measurements import Measurements, measure, rank_device
-from .rehearsals import WHOLE_LAYERS, refusal_of, with_rehearsal
+from ..watchdog.heartbeat import LEARNED, SECTIONS
+from .model_measurements import Measurements, is_small, measure, rank_device, ranks_of, summary_of
+from .rehearsals import WHOLE_LAYERS, Rehearsals, by_formulas, refusal_of
+from .rehearsed_plan import confirmed, with_rehearsal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from ..parallel.resources import Resources
     from .plan_target import PlanTarget
     from .session import Session, StageRequest
+
+_SET_UP = SECTIONS.index("set-up")
 
 
 def plan_memory(
@@ -70,17 +74,45 @@ def choose_strategy(session: Session, request: StageRequest) -> None:
     resources = session.fabric.resources
     if not resources.auto:
         return
-    world, module = session.fabric.world, request.module
+    world = session.fabric.world
     # Every rank must choose the same strategy, so each decision below uses only gathered values.
-    memory = _agreed_memory(session, module)
-    name = candidates(world.size)[0]
-    if not _is_small(module, resources, memory):
-        plan = _agreed_plan(session, request, memory, tuple(LAYOUTS))
+    memory = _agreed_memory(session, request.module)
+    names = candidates(world.size, resources.degrees)
+    name = names[0]
+    if not is_small(request.module, resources, memory):
+        plan = _confirmed_by_a_rank(session, request, memory)
         if session.settings.verbose:
-            session.note(plan.table(candidates(world.size)))
+            session.note(plan.table(names))
         name = plan.chosen
     if name != resources.strategy.name:
-        session.fabric.use_strategy(STRATEGIES.load(name)())
+        strategy = STRATEGIES.load(name)()
+        session.fabric.use_strategy(strategy.with_degrees(resources.degrees) if resources.degrees.given else strategy)
+
+
+def _confirmed_by_a_rank(session: Session, request: StageRequest, memory: Memory) -> MemoryPlan:
+    """Return the plan of all ranks, confirmed on the one with the most activations. Collective."""
+    world, resources = session.fabric.world, session.fabric.resources
+    own, measured = _measured(session, request, memory)
+    plan = _plan(session, request.module, memory, _maximum(measured), resources)
+    kept = [-1 if each.activations is None else each.activations.kept for each in measured]
+    busiest = kept.index(max(kept))
+    if world.rank == busiest:
+        rehearsals = Rehearsals(session, request, resources, lambda: _known(own))
+        # Meanwhile no rank has a heartbeat.
+        silence = session.settings.stall_limits[_SET_UP]
+        if silence != LEARNED:
+            rehearsals = replace(rehearsals, end=min(rehearsals.end, time.monotonic() + silence / 2))
+        try:
+            plan = confirmed(rehearsals, plan)
+        except Exception as error:  # the other ranks wait for a plan
+            plan = plan.with_notes(by_formulas(plan.chosen, summary_of(error)))
+    return world.broadcast_object(plan, busiest)
+
+
+def _known(own: Measurements) -> Any:
+    if own.data is None:
+        raise ConfigurationError("there is no batch.")
+    return own.batch
 
 
 def choose_micro_batch(session: Session, request: StageRequest) -> None:
@@ -93,7 +125,9 @@ def choose_micro_batch(session: Session, request: StageRequest) -> None:
     if whole is None or not whole.is_found or whole.first is not None:
         return
     resources, name = session.fabric.resources, session.fabric.strategy.name
-    plan = _agreed_plan(session, request, _agreed_memory(session, request.module), (name,))
+    memory = _agreed_memory(session, request.module)
+    _, measured = _measured(session, request, memory)
+    plan = _plan(session, request.module, memory, _maximum(measured), resources, (name,))
     share = whole.share(resources.data_size)
     size = first_micro_batch(plan, name, resources.precision, share)
     session.begin_micro_batches_with(size)
@@ -110,18 +144,10 @@ def _agreed_memory(session: Session, module: TrainModule) -> Memory:
     return own.least(session.fabric.world.all_gather_object(own))
 
 
-def _agreed_plan(session: Session, request: StageRequest, memory: Memory, names: Sequence[str]) -> MemoryPlan:
-    """Measure the model on all ranks; return a plan, the same on each, for the strategies ``names``. Collective."""
-    measured = session.fabric.world.all_gather_object(measure(session, request, memory, None))
-    return _plan(session, request.module, memory, _maximum(measured), session.fabric.resources, names)
-
-
-def _is_small(module: TrainModule, resources: Resources, memory: Memory) -> bool:
-    try:
-        built = without_data(module) if is_overridden("configure_model", module) else module
-    except Exception:  # user code may raise anything on tensors without data
-        return False
-    return fits_easily(size_of(built), _ranks(resources), resources.precision, memory)
+def _measured(session: Session, request: StageRequest, memory: Memory) -> tuple[Measurements, list[Measurements]]:
+    """Measure the model on all ranks at the same time; return this rank's measurements and all. Collective."""
+    own = measure(session, request, memory, None)
+    return own, session.fabric.world.all_gather_object(replace(own, batch=None))
 
 
 def _plan(
@@ -142,7 +168,7 @@ def _plan(
         notes += (WHOLE_LAYERS,)
     return make_plan(
         measured.size,
-        _ranks(resources),
+        ranks_of(resources),
         resources.precision,
         resources.device_type,
         memory,
@@ -159,10 +185,6 @@ def _maximum(measured: list[Measurements]) -> Measurements:
     known = [each.activations for each in measured if each.activations is not None]
     notes = dict.fromkeys(note for each in measured for note in each.notes)
     return replace(measured[0], activations=max(known, key=lambda each: each.kept, default=None), notes=tuple(notes))
-
-
-def _ranks(resources: Resources) -> Ranks:
-    return Ranks(resources.world_size, resources.devices, resources.degrees)
 
 
 def _memory(resources: Resources, tensors: Iterator[Tensor] | tuple[()]) -> Memory:

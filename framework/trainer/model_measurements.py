@@ -23,12 +23,14 @@ from ..memory.measure import (
     size_of,
     without_data,
 )
-from ..memory.memory_plan import TrainingData, casts_of
+from ..memory.memory_plan import TrainingData, casts_of, fits_easily
+from ..memory.ranks import Ranks
 from ..parallel.sequence_part import SequencePart
-from ..run.overrides import batch_transfer, cutting
+from ..run.overrides import batch_transfer, cutting, is_overridden
 from .data_sources import Data
 
 if TYPE_CHECKING:
+    from ..api.train_module import TrainModule
     from ..memory.available_memory import Memory
     from ..parallel.resources import Resources
     from .session import Session, StageRequest
@@ -43,6 +45,8 @@ class Measurements:
     data: TrainingData | None = None
     optimizers: int = 1
     notes: tuple[str, ...] = ()
+    batch: Any = None
+    """The micro-batch of this rank, before it is cut and transferred; None if none was read."""
 
 
 def measure(session: Session, request: StageRequest, memory: Memory, activation_bytes: int | None) -> Measurements:
@@ -60,15 +64,15 @@ def measure(session: Session, request: StageRequest, memory: Memory, activation_
         # configure_optimizers may read settings, such as the number of epochs.
         built.use_trainer(session.view)
     except Exception as error:
-        notes.append(f"Layers that configure_model builds are not counted: {_summary(error)}")
+        notes.append(f"Layers that configure_model builds are not counted: {summary_of(error)}")
     optimizers = 1
     try:
         held = optimizer_state(built or module, resources.precision, resources.device_type)
         size = replace(size, state_slots=held.slots, state_bytes=held.state_bytes, update_bytes=held.update_bytes)
         optimizers = held.count
     except Exception as error:
-        notes.append(f"Optimizer state is counted as Adam's: {_summary(error)}")
-    activations, data = None, None
+        notes.append(f"Optimizer state is counted as Adam's: {summary_of(error)}")
+    activations, data, batch = None, None, None
     if activation_bytes is not None:
         activations = Activations(activation_bytes, casts_of(size, resources.precision))
     else:
@@ -76,11 +80,12 @@ def measure(session: Session, request: StageRequest, memory: Memory, activation_
             batch, data = first_batch(session, request)
             activations = _activations(session, request, batch, size, memory)
         except Exception as error:
-            notes.append(f"Activations could not be measured, and count as 0: {_summary(error)}")
-    return Measurements(size, activations, data, optimizers, tuple(notes))
+            notes.append(f"Activations could not be measured, and count as 0: {summary_of(error)}")
+    return Measurements(size, activations, data, optimizers, tuple(notes), batch)
 
 
-def _summary(error: Exception) -> str:
+def summary_of(error: Exception) -> str:
+    """Return an error in one line."""
     text = str(error).strip().partition("\n")[0] or "no reason given"
     return f"{type(error).__name__}: {text}{'' if text.endswith('.') else '.'}"
 
@@ -153,3 +158,17 @@ def _samples(loaders: Any) -> int | None:
         return len(loaders.sampler)
     except (AttributeError, TypeError):
         return None
+
+
+def is_small(module: TrainModule, resources: Resources, memory: Memory) -> bool:
+    """Whether the model takes so little of the memory that ``strategy="auto"`` looks no further."""
+    try:
+        built = without_data(module) if is_overridden("configure_model", module) else module
+    except Exception:  # user code may raise anything on tensors without data
+        return False
+    return fits_easily(size_of(built), ranks_of(resources), resources.precision, memory)
+
+
+def ranks_of(resources: Resources) -> Ranks:
+    """Return the ranks as formulas take them."""
+    return Ranks(resources.world_size, resources.devices, resources.degrees)

@@ -1,23 +1,30 @@
-"""Rehearsals for a plan: the step of a strategy among ranks that are not there, and degrees that fit."""
+"""Rehearsals of a module's step with a strategy, among ranks that are not there: rows of a plan."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch._subclasses import fake_tensor
 
 from ..core.degrees import Degrees
 from ..core.errors import PhalanxError
 from ..core.global_batch import pieces_of
+from ..core.patches import patch
+from ..core.position_rng import RandomStream
 from ..core.registry import STRATEGIES
-from ..core.size_text import size_text
-from ..launch import launch_function
+from ..distributed.groups_aside import groups_aside
 from ..memory.formulas import LAYOUTS, Footprint
 from ..memory.memory_plan import MemoryPlan, PlanRow, shortage
-from ..rehearsal import Part, rehearse
-from .model_measurements import first_batch
+from ..rehearsal import Part, TimeLimit, rehearse
+from .model_measurements import summary_of
 from .sequence_checks import check_sequences
 
 if TYPE_CHECKING:
@@ -25,14 +32,14 @@ if TYPE_CHECKING:
     from ..parallel.resources import Resources
     from ..parallel.strategy import Strategy
     from ..rehearsal.one_rank import Rehearsed
-    from .plan_target import PlanTarget
     from .session import Session, StageRequest
 
 # Errors that mean a strategy cannot be used on this machine.
 _REFUSALS = (PhalanxError, ImportError, OSError)
-# The search for degrees that fit begins no further rehearsal after this time, and ends with so many.
-_SEARCH_SECONDS = 30.0
-_MOST_FOUND = 3
+# Packages whose errors mean in a rehearsal what they mean in a fit.
+_REFUSING = ("strategies.", "framework.parallel.", "framework.core.")
+# All rehearsals of a plan or a fit together, where the other ranks wait for one of them.
+_MOST_SECONDS = 120.0
 WHOLE_LAYERS = "Layers that tp splits count in full, so each rank needs less than this."
 """The note of a plan by formulas."""
 
@@ -60,46 +67,19 @@ def refusal_of(
 
 def _checked(given: str | Strategy, resources: Resources) -> Strategy:
     """Return a strategy with the degrees of a plan, whose ranks, device and precision it accepts."""
-    # Without arguments, as "auto" would construct it: zero3-nvme then takes its folder from the environment.
-    strategy = STRATEGIES.load(given)() if isinstance(given, str) else given.clone()
-    strategy = strategy.with_degrees(resources.degrees)
+    strategy = _built(given).with_degrees(resources.degrees)
     strategy.check(resources.world_size, resources.device_type, resources.num_nodes, resources.precision)
     return strategy
 
 
-def with_rehearsal(session: Session, request: StageRequest, plan: MemoryPlan, target: PlanTarget) -> MemoryPlan:
-    """Return a plan with the row of one strategy rehearsed, in a process of its own.
+def _built(given: str | Strategy) -> Strategy:
+    # Without arguments, as "auto" would construct it: zero3-nvme then takes its folder from the environment.
+    return STRATEGIES.load(given)() if isinstance(given, str) else given.clone()
 
-    If it does not fit, notes name degrees that do. If it cannot be rehearsed, a note says so.
-    """
-    given = target.rehearse
-    given = plan.chosen if given == "auto" or given is None else given
-    name = given if isinstance(given, str) else given.name
-    machines = target.resources(session.fabric.resources)
-    machines = replace(machines, device_type=plan.device_type)
-    refusal = refusal_of(given, machines, request.module, 1, session.settings.clipping)
-    if refusal is not None:
-        return plan.with_row(_refused(plan, name, refusal))
-    if name in LAYOUTS and LAYOUTS[name].engine:
-        return replace(plan, notes=(*plan.notes, f"{name} is counted by formulas: its engine cannot be rehearsed."))
-    found: tuple[Rehearsed, list[Rehearsed]] | _Failure
-    try:
-        found = launch_function(_rehearsed, (session, request, plan, machines, given), 1)
-    except PhalanxError as error:
-        # Such as a process that cannot be forked, as CUDA is in use in it.
-        found = _Failure(_summary(error), False)
-    if isinstance(found, _Failure):
-        if found.is_refusal or name not in LAYOUTS:
-            return plan.with_row(_refused(plan, name, found.text))
-        note = f"{name} is counted by formulas, as it could not be rehearsed: {found.text}"
-        return replace(plan, notes=(*plan.notes, note))
-    own, fitting = found
-    notes = [f"{each.strategy} with {_as_argument(each)} fits: {size_text(each.peak.total)}." for each in fitting]
-    passes, window = _checked(given, machines).window_passes, _window(session, plan, machines)
-    remark = None if passes is None else passes.remark([window], f"accumulate_grad_batches={window}")
-    kept = [note for note in plan.notes if note != WHOLE_LAYERS]
-    plan = replace(plan, notes=(*kept, *([] if remark is None else [remark])))
-    return plan.with_row(_row(own, plan), notes)
+
+def by_formulas(name: str, reason: str) -> str:
+    """Return the note on a strategy that cannot be rehearsed."""
+    return f"{name} is counted by formulas, as it could not be rehearsed: {reason}"
 
 
 def _refused(plan: MemoryPlan, name: str, refusal: str) -> PlanRow:
@@ -107,12 +87,10 @@ def _refused(plan: MemoryPlan, name: str, refusal: str) -> PlanRow:
     return replace(known, refusal=refusal)
 
 
-def _row(found: Rehearsed, plan: MemoryPlan) -> PlanRow:
+def row_of(found: Rehearsed, plan: MemoryPlan) -> PlanRow:
+    """Return the row of a strategy that was rehearsed."""
     needs = Footprint(found.peak)
     return PlanRow(found.strategy, needs, shortage(needs, plan.memory), None, found.rank, found.traffic)
-
-
-# ---- in a process of its own -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -124,43 +102,110 @@ class _Failure:
     """Whether a fit would be refused, or fail, for the same reason."""
 
 
-def _rehearsed(
-    session: Session, request: StageRequest, plan: MemoryPlan, machines: Resources, given: str | Strategy
-) -> tuple[Rehearsed, list[Rehearsed]] | _Failure:
-    """Return the rehearsal and, if it does not fit, those of degrees that do."""
-    strategy = STRATEGIES.load(given)() if isinstance(given, str) else given
-    try:
-        part = _part(session, request, plan, machines)
-    except Exception as error:  # user code may raise anything
-        return _Failure(_summary(error), False)
-    try:
-        own = rehearse(strategy.with_degrees(machines.degrees), part, machines.world_size, machines.num_nodes)
-    except PhalanxError as error:
-        return _Failure(str(error), True)
-    except Exception as error:  # user code may raise anything on tensors without data
-        smaller = _smaller(strategy, part, machines)
-        if smaller is None:
-            return _Failure(_summary(error), False)
-        return _Failure(f"A step with {machines.degrees} fails ({_summary(error)}) With {smaller} it does not.", True)
-    return own, [] if _row(own, plan).fits else list(_fitting(own, part, plan, machines))
+@dataclass(frozen=True)
+class Rehearsals:
+    """The step of a module, to be rehearsed in this process on the machines of a plan.
+
+    It may be one of several ranks, which wait meanwhile: nothing communicates with them, and no device is used.
+    """
+
+    session: Session
+    request: StageRequest
+    machines: Resources
+    read: Callable[[], Any]
+    """Returns the first micro-batch of a rank."""
+    end: float = field(default_factory=lambda: time.monotonic() + _MOST_SECONDS)
+    """``time.monotonic()`` at which rehearsals are given up."""
+
+    def tried(self, plan: MemoryPlan, given: str | Strategy) -> tuple[MemoryPlan, Rehearsed | None]:
+        """Return a plan with the rehearsed row of a strategy, and the rehearsal; None if there is none."""
+        name = given if isinstance(given, str) else given.name
+        machines = self.machines
+        refusal = refusal_of(given, machines, self.request.module, 1, self.session.settings.clipping)
+        if refusal is not None:
+            return plan.with_row(_refused(plan, name, refusal)), None
+        if name in LAYOUTS and LAYOUTS[name].engine:
+            return plan.with_notes(f"{name} is counted by formulas: its engine cannot be rehearsed."), None
+        found = self._rehearsed(_built(given), plan)
+        if isinstance(found, _Failure):
+            if found.is_refusal or name not in LAYOUTS:
+                return plan.with_row(_refused(plan, name, found.text)), None
+            return plan.with_notes(by_formulas(name, found.text)), None
+        passes, window = _checked(given, machines).window_passes, _window(self.session, plan, machines)
+        remark = None if passes is None else passes.remark([window], f"accumulate_grad_batches={window}")
+        kept = tuple(note for note in plan.notes if note != WHOLE_LAYERS)
+        plan = replace(plan, notes=kept).with_row(row_of(found, plan))
+        return (plan if remark is None else plan.with_notes(remark)), found
+
+    def _rehearsed(self, strategy: Strategy, plan: MemoryPlan) -> Rehearsed | _Failure:
+        if not self.request.module.automatic_optimization:
+            return _Failure("its steps are those of manual optimization.", False)
+        try:
+            part = self.part(plan)
+        except Exception as error:  # user code may raise anything
+            return _Failure(summary_of(error), False)
+        try:
+            return self.run(strategy.with_degrees(self.machines.degrees), part)
+        except TimeoutError as error:
+            return _Failure(summary_of(error), False)
+        except PhalanxError as error:
+            return _Failure(str(error), _is_of_strategy(error))
+        except Exception as error:  # user code may raise anything on tensors without data
+            degrees = self._smaller(strategy, part)
+            if degrees is None:
+                return _Failure(summary_of(error), False)
+            text = f"A step with {self.machines.degrees} fails ({summary_of(error)}) With {degrees} it does not."
+            return _Failure(text, True)
+
+    def run(self, strategy: Strategy, part: Part, most_seconds: float = math.inf) -> Rehearsed:
+        """Rehearse a step.
+
+        Raises:
+            TimeoutError: it takes too long.
+            Exception: code of the module, or of an optimizer, needs the values of tensors.
+        """
+        machines, seconds = self.machines, min(most_seconds, max(0.0, self.end - time.monotonic()))
+        with ExitStack() as stack:
+            stack.enter_context(groups_aside())
+            # Training finds the generators as the user left them.
+            stack.enter_context(RandomStream(0).entered())
+            # It prints the stack of each operation that fails.
+            patch(stack, logging.getLogger(fake_tensor.__name__), "disabled", True)
+            stack.enter_context(TimeLimit(seconds))
+            return rehearse(strategy, part, machines.world_size, machines.num_nodes)
+
+    def part(self, plan: MemoryPlan) -> Part:
+        """Return the module and its step."""
+        settings, module = self.session.settings, self.request.module
+        return Part(
+            module,
+            self.read(),
+            self.machines.precision,
+            _window(self.session, plan, self.machines),
+            settings.clipping,
+            self.request.datamodule,
+            None if settings.memory is None else settings.memory.apply,
+            plan.device_type == "cuda",
+            self.session.view,
+        )
+
+    def _smaller(self, strategy: Strategy, part: Part) -> Degrees | None:
+        """Return the closest smaller degrees of ``tp`` and ``cp`` with which a step can be computed, or None."""
+        for axis in ("tp", "cp"):
+            degree = self.machines.degrees.given.get(axis, 1)
+            while degree > 2:
+                degree = next(each for each in range(degree - 1, 0, -1) if degree % each == 0)
+                degrees = replace(self.machines.degrees, **{axis: degree})
+                with contextlib.suppress(Exception):  # the reason is the same
+                    self.run(strategy.with_degrees(degrees), part)
+                    return degrees
+        return None
 
 
-def _smaller(strategy: Strategy, part: Part, machines: Resources) -> Degrees | None:
-    """Return the closest smaller degrees of ``tp`` and ``cp`` with which a step can be computed; None without any."""
-    for axis in ("tp", "cp"):
-        degree = machines.degrees.given.get(axis, 1)
-        while degree > 2:
-            degree = next(each for each in range(degree - 1, 0, -1) if degree % each == 0)
-            degrees = replace(machines.degrees, **{axis: degree})
-            with contextlib.suppress(Exception):  # the reason is the same
-                rehearse(strategy.with_degrees(degrees), part, machines.world_size, machines.num_nodes)
-                return degrees
-    return None
-
-
-def _summary(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0] or "no reason given"
-    return f"{type(error).__name__}: {text}{'' if text.endswith('.') else '.'}"
+def _is_of_strategy(error: Exception) -> bool:
+    """Whether a strategy raised the error, as it does in a fit, and not a part that knows of the rehearsal."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals["__name__"]).partition(".")[2].startswith(_REFUSING)
 
 
 def _window(session: Session, plan: MemoryPlan, machines: Resources) -> int:
@@ -170,56 +215,3 @@ def _window(session: Session, plan: MemoryPlan, machines: Resources) -> int:
         return session.accumulation.constant or session.accumulation.largest
     data_ranks = machines.degrees.lay_out(machines.world_size).data_size
     return len(pieces_of(session.settings.global_batch.share(data_ranks), micro_batch))
-
-
-def _part(session: Session, request: StageRequest, plan: MemoryPlan, machines: Resources) -> Part:
-    settings, module = session.settings, request.module
-    batch, _ = first_batch(session, request)
-    return Part(
-        module,
-        batch,
-        machines.precision,
-        _window(session, plan, machines),
-        settings.clipping,
-        request.datamodule,
-        None if settings.memory is None else settings.memory.apply,
-        plan.device_type == "cuda",
-        session.view,
-    )
-
-
-def _fitting(own: Rehearsed, part: Part, plan: MemoryPlan, machines: Resources) -> Iterator[Rehearsed]:
-    """Yield rehearsals of other degrees that fit."""
-    began, found = time.monotonic(), 0
-    # A degree divides what a rank holds by itself at best.
-    least = own.peak.total / max(1, plan.memory.device)
-    for name, degrees in _candidates(own, machines, least):
-        if time.monotonic() - began > _SEARCH_SECONDS or found == _MOST_FOUND:
-            return
-        others = replace(machines, degrees=degrees)
-        if refusal_of(name, others, part.module, 1, part.clipping) is not None:
-            continue
-        try:
-            strategy = STRATEGIES.load(name)().with_degrees(degrees)
-            each = rehearse(strategy, part, machines.world_size, machines.num_nodes)
-        except Exception:  # what cannot be rehearsed is not proposed
-            continue
-        if _row(each, plan).fits:
-            found += 1
-            yield each
-
-
-def _candidates(own: Rehearsed, machines: Resources, least: float) -> Iterator[tuple[str, Degrees]]:
-    """Yield strategies with degrees of at least ``least`` that divide the ranks, the likeliest to fit first."""
-    if own.strategy != "fsdp" or machines.degrees.used:
-        yield "fsdp", Degrees()
-    for degree in (8, 4, 2):
-        if degree >= least and machines.world_size % degree == 0:
-            yield "fsdp", Degrees(cp=degree)
-            if machines.devices % degree == 0:
-                yield "fsdp", Degrees(tp=degree)
-            yield "pipeline", Degrees(pp=degree)
-
-
-def _as_argument(found: Rehearsed) -> str:
-    return f"parallel={found.layout.replace(' x ', ',')!r}"

@@ -157,7 +157,8 @@ class Trainer(TrainerSearches):
             device_memory: plan for GPUs of this memory, in bytes or as ``"80GB"``, and not for this machine.
             host_memory: plan for nodes of this memory.
             parallel: plan with these degrees, and not with those of the Trainer.
-            rehearse: a strategy whose row is measured by a rehearsal, in a process of its own, and not by formulas.
+            rehearse: a strategy whose row is measured by a rehearsal, in a process of its own, and not by formulas;
+                ``"auto"`` for those by which a fit chooses.
 
         Raises:
             ConfigurationError: the module or the data could not be used by ``fit``, or a number is not one.

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from phalanx import Trainer, TrainModule
-from phalanx.framework.trainer import auto_strategy
+from phalanx.framework.trainer import model_measurements
 
 class Model(TrainModule):
     def __init__(self, width=64):
@@ -33,7 +33,7 @@ class Model(TrainModule):
 
 if __name__ == "__main__":
     # A run measures a model only if it is not small for the machine.
-    auto_strategy.fits_easily = lambda *given: False
+    model_measurements.fits_easily = lambda *given: False
     root, strategy, devices, width, drops = sys.argv[1:]
     print("printed by the script")
     data = DataLoader(TensorDataset(torch.randn(1000, 8)), 16, drop_last=drops == "drops")

@@ -1,0 +1,209 @@
+"""The choice of ``strategy="auto"`` in a fit, by formulas and then by rehearsals of the module's own step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from long_sequences import LongModel, by_hand, loader
+from models import silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor
+
+from phalanx import Trainer
+from phalanx.framework.memory.available_memory import Memory
+from phalanx.framework.memory.memory_plan import MemoryPlan
+from phalanx.framework.trainer import auto_strategy, rehearsals, rehearsed_plan
+
+CLIP, STEPS, ROWS, USABLE = 0.3, 2, 4, 0.9
+"""A micro-batch has ``ROWS`` sequences; this part of the memory may be used."""
+
+
+class DependsOnValues(LongModel):
+    """The shapes of its step are those of values, which a rehearsal has not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        nothing: Tensor = 0 * batch[0][batch[0] > 0].sum()
+        return loss + nothing
+
+
+class Waits(LongModel):
+    """Waits for a value that a loss never has; in a rehearsal all are 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        while loss.item() == 1.0:
+            pass
+        return loss
+
+
+class Meets(LongModel):
+    """Lets all ranks meet in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        WORLDS[-1].barrier()
+        return super().training_step(batch, batch_idx)
+
+
+WORLDS: list[Any] = []
+
+
+@dataclass
+class Fitted:
+    """What a rank has seen of a fit."""
+
+    strategy: str
+    layout: str
+    notes: str
+    sums: list[tuple[float, float]]
+
+
+def made(ranks: int, parallel: str | None, **settings: Any) -> Trainer:
+    settings = {"strategy": "auto", "max_steps": STEPS, "gradient_clip_val": CLIP, **settings}
+    return silent_trainer(devices=ranks, parallel=parallel, **settings)
+
+
+def fitted(
+    ranks: int, usable: list[int], parallel: str | None = None, kind: Callable[[], LongModel] = LongModel
+) -> Fitted:
+    """Fit with a number of usable bytes on each rank."""
+    trainer: Any = made(ranks, parallel)
+    said: list[str] = []
+    trainer.note = said.append
+    available = int(usable[trainer.global_rank % len(usable)] / USABLE)
+    if kind is Meets:
+        WORLDS.append(trainer.fabric.world)
+    module = kind()
+    with mock.patch.object(auto_strategy, "available_memory", return_value=Memory(available, available)):
+        trainer.fit(module, loader(ROWS))
+    return Fitted(trainer.strategy.name, str(trainer.fabric.resources.layout), "\n".join(said), module.sums)
+
+
+def planned(ranks: int, usable: int, parallel: str | None = None, rehearse: str = "auto") -> MemoryPlan:
+    available = int(usable / USABLE)
+    with mock.patch.object(auto_strategy, "available_memory", return_value=Memory(available, available)):
+        return made(1, None).plan(LongModel(), loader(ROWS), ranks=ranks, parallel=parallel, rehearse=rehearse)
+
+
+@cache
+def needs(ranks: int, name: str, parallel: str | None = None) -> tuple[int, int]:
+    """Return the bytes that a strategy needs by formulas, and by a rehearsal."""
+    counted = made(1, None).plan(LongModel(), loader(ROWS), ranks=ranks, parallel=parallel)
+    rehearsed = made(1, None).plan(LongModel(), loader(ROWS), ranks=ranks, parallel=parallel, rehearse=name)
+    return counted[name].needs.device.total, rehearsed[name].needs.device.total
+
+
+def check_losses(found: list[Fitted], data_ranks: int, copies: int = 1) -> None:
+    """Compare the losses with those of plain torch on the same global batches."""
+    wanted = torch.tensor(by_hand(1, CLIP, STEPS, ROWS * data_ranks)[0], dtype=torch.float64)
+    sums = torch.tensor([each.sums for each in found[::copies]], dtype=torch.float64).sum(0)
+    torch.testing.assert_close(sums[:, 0] / sums[:, 1], wanted, rtol=1e-5, atol=0.0)
+
+
+def line_of(name: str, text: str) -> str:
+    (line,) = [line for line in text.splitlines() if line[2:].startswith(f"{name} ")]
+    return line
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_strategy_that_fits_by_formulas_alone_is_skipped(ranks: int) -> None:
+    (by_formulas, rehearsed), (_, sharded) = needs(ranks, "ddp"), needs(ranks, "fsdp")
+    usable = (by_formulas + rehearsed) // 2
+    assert sharded < by_formulas < usable < rehearsed
+
+    # The rank with the least memory decides.
+    found = run_on_ranks(ranks, fitted, ranks, [10 * usable, usable], timeout=120)
+
+    assert [each.strategy for each in found] == ["fsdp"] * ranks
+    shown = found[0].notes
+    assert line_of("ddp", shown).endswith("too large for the device, rehearsed")
+    assert line_of("fsdp", shown).startswith("> fsdp")
+    assert line_of("fsdp", shown).endswith("fits, rehearsed")
+    assert "Nothing fits" not in shown
+    check_losses(found, ranks)
+    # A plan of the same numbers shows and chooses the same.
+    plan = planned(ranks, usable)
+    assert plan.chosen == "fsdp"
+    assert all(line_of(name, str(plan)).split() == line_of(name, shown).split() for name in ("ddp", "fsdp"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_strategy_is_kept_if_its_rehearsal_fits(ranks: int) -> None:
+    name = "single" if ranks == 1 else "ddp"
+    usable = needs(ranks, name)[1] + 1000
+
+    found = run_on_ranks(ranks, fitted, ranks, [usable], timeout=120)
+
+    assert [each.strategy for each in found] == [name] * ranks
+    assert line_of(name, found[0].notes).endswith("fits, rehearsed")
+    assert "rehearsed" not in line_of("fsdp", found[0].notes)
+    check_losses(found, ranks)
+    assert planned(ranks, usable).chosen == name
+
+
+@pytest.mark.parametrize(("name", "layout"), [("ddp", "dp_replicate=2 x tp=2"), ("fsdp", "dp_shard=2 x tp=2")])
+def test_degrees_that_leave_a_choice_are_decided_by_memory(name: str, layout: str) -> None:
+    # Formulas count layers that are split in full.
+    (by_formulas, rehearsed), (_, sharded) = needs(4, "ddp", "tp=2"), needs(4, "fsdp", "tp=2")
+    usable = rehearsed + 1000 if name == "ddp" else (sharded + rehearsed) // 2
+    assert sharded < usable < by_formulas
+
+    found = run_on_ranks(4, fitted, 4, [usable], "tp=2", timeout=120)
+
+    assert [(each.strategy, each.layout) for each in found] == [(name, layout)] * 4
+    check_losses(found, 2, copies=2)
+    plan = planned(4, usable, "tp=2")
+    assert (plan.chosen, plan.fits) == (name, True)
+
+
+def test_degrees_that_fit_are_named_and_not_used_if_nothing_does() -> None:
+    usable = needs(2, "fsdp")[1] - 1000
+
+    found = run_on_ranks(2, searched, usable, timeout=300)
+
+    assert [(each.strategy, each.layout) for each in found] == [("fsdp", "dp_shard=2")] * 2
+    shown = found[0].notes
+    assert "Nothing fits by this count; fsdp needs the least memory" in shown
+    assert "fsdp with parallel='tp=2' fits: " in shown
+    check_losses(found, 2)
+
+
+def searched(usable: int) -> Fitted:
+    """Fit with a search that a busy machine does not end early."""
+    with (
+        mock.patch.object(rehearsed_plan, "_SEARCH_SECONDS", 200.0),
+        mock.patch.object(rehearsals, "_MOST_SECONDS", 250.0),
+    ):
+        return fitted(2, [usable])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (DependsOnValues, "DynamicOutputShapeException"),
+        (Waits, "TimeoutError: it takes more than 3 seconds"),
+        (Meets, "A step that is rehearsed cannot communicate with ranks that are there"),
+    ],
+)
+def test_a_module_that_cannot_be_rehearsed_is_decided_by_formulas(kind: type[LongModel], reason: str) -> None:
+    by_formulas, rehearsed = needs(2, "ddp")
+    usable = (by_formulas + rehearsed) // 2
+
+    found = run_on_ranks(2, briefly_rehearsed, [usable], kind, timeout=120)
+
+    assert [each.strategy for each in found] == ["ddp"] * 2
+    assert "ddp is counted by formulas, as it could not be rehearsed" in found[0].notes
+    assert reason in found[0].notes
+    assert "rehearsed" not in line_of("ddp", found[0].notes)
+    check_losses(found, 2)
+
+
+def briefly_rehearsed(usable: list[int], kind: type[LongModel]) -> Fitted:
+    with mock.patch.object(rehearsals, "_MOST_SECONDS", 3.0 if kind is Waits else 60.0):
+        return fitted(2, usable, kind=kind)
