@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from math import gcd
@@ -27,7 +27,7 @@ from ...framework.core.errors import ConfigurationError, closest_or_known
 from ...framework.core.wording import a_type
 from ...framework.distributed.world import World
 from ...framework.parallel.blocks import ReplacedForward, replace_method
-from .dispatch import Dispatch
+from .dispatch import Dispatch, Sending
 
 _HOOK = "configure_expert_parallel"
 # Attributes that transformers gives to layers of experts with its interface.
@@ -40,6 +40,7 @@ class ExpertMeshes:
 
     group: DeviceMesh
     data: DeviceMesh
+    sending: Sending = field(default_factory=Sending)
 
     @classmethod
     def build(cls, layout: Layout, world: World) -> ExpertMeshes | None:
@@ -215,7 +216,7 @@ def divide(layers: Iterable[nn.Module], meshes: ExpertMeshes) -> list[Callable[[
                     split = distribute_tensor(held.detach(), meshes.group, [Shard(0)])
                     part._parameters[key] = nn.Parameter(split, requires_grad=held.requires_grad)
         experts = LocalExperts(layer, count, count // meshes.group.size())
-        run = Dispatch(meshes.group.get_group(), experts.count, experts)
+        run = Dispatch(meshes.group.get_group(), experts.count, experts, meshes.sending)
         checked = partial(_checked, type(layer).__name__, inspect.signature(layer.forward), run)
         undos.append(replace_method(layer, "forward", ReplacedForward(layer, checked)))
     return undos
