@@ -218,6 +218,7 @@ def _candidates(own: Rehearsed, machines: Resources, least: float) -> Iterator[t
             yield "fsdp", Degrees(cp=degree)
             if machines.devices % degree == 0:
                 yield "fsdp", Degrees(tp=degree)
+            yield "fsdp", Degrees(ep=degree)
             yield "pipeline", Degrees(pp=degree)
 
 
