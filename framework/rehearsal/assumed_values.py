@@ -63,7 +63,7 @@ class AssumedValues:
         with _disable_current_modes():
             return values.item()
 
-    def set(self, tensor: Tensor, values: Tensor) -> None:
+    def give(self, tensor: Tensor, values: Tensor) -> None:
         """Set the values of a tensor, which has a storage of its own."""
         if isinstance(tensor, FakeTensor) and tensor.numel() <= _MOST_ELEMENTS and not tensor.is_sparse:
             with _disable_current_modes():
@@ -127,7 +127,7 @@ class AssumedValues:
             return
         for each, values, is_new in zip(results, tree_leaves(found), new, strict=False):
             if is_new:
-                self.set(each, values)
+                self.give(each, values)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operator on values; None if one is not known, or if it is random."""
@@ -160,7 +160,7 @@ class AssumedValues:
         rows = chosen.movedim(dim, -1) if keeps else chosen.unsqueeze(-1)
         with _disable_current_modes():
             values = balanced_choices(rows.shape[:-1].numel(), given.shape[dim], rows.shape[-1]).reshape(rows.shape)
-            self.set(chosen, values.movedim(-1, dim) if keeps else values.squeeze(-1))
+            self.give(chosen, values.movedim(-1, dim) if keeps else values.squeeze(-1))
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class AssumedValues:
         with _disable_current_modes():
             own = values.split(list(sent_sizes) or values.shape[0] // ranks)[rank]
             if output.shape[0] == ranks * own.shape[0] and len(set(received_sizes)) < 2:
-                self.set(output, torch.cat([own] * ranks))
+                self.give(output, torch.cat([own] * ranks))
 
     def drop(self, tensors: Iterable[Any]) -> None:
         """Forget the values of tensors that other ranks change."""

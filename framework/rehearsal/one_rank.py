@@ -263,7 +263,7 @@ def _given(fake: FakeTensorMode, recorder: Recorder, leaf: Any) -> Any:
         return leaf
     tensor = fake.from_tensor(leaf)
     if not leaf.is_floating_point():
-        recorder.values.set(tensor, leaf)
+        recorder.values.give(tensor, leaf)
     return tensor
 
 
