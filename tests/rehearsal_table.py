@@ -32,6 +32,7 @@ from phalanx.framework.core.registry import STRATEGIES
 from phalanx.framework.rehearsal.one_rank import Part, Rehearsed, rehearse
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS, BLOCKS = 64, 64, 4, 32, 4, 4
+EXPERTS, EXPERT_ROWS = 8, 7
 CLIP, TOLERANCE = 0.3, 0.05
 # The kinds of collectives, by parts of the names of torch's operators.
 _KINDS = {
@@ -41,16 +42,54 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Block(nn.Module):
-    """Causal attention and a perceptron."""
+class Experts(nn.Module):
+    """Perceptrons, stacked by expert."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.widen = nn.Parameter(torch.randn(count, WIDTH, 2 * WIDTH) / 8)
+        self.narrow = nn.Parameter(torch.randn(count, 2 * WIDTH, WIDTH) / 11)
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        mixed = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, place = (index == expert).nonzero(as_tuple=True)
+            narrowed = nn.functional.gelu(hidden[token] @ self.widen[expert]) @ self.narrow[expert]
+            mixed = mixed.index_add(0, token, narrowed * weights[token, place, None])
+        return mixed
+
+
+class Mixture(nn.Module):
+    """Two experts for each token: those of a pair, by its number among all pairs."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, experts, bias=False), Experts(experts)
+        pairs = torch.combinations(torch.arange(experts))
+        self.register_buffer("preferred", torch.zeros(len(pairs), experts).scatter(1, pairs, 100.0))
+
+    def forward(self, x: Tensor, pairs: Tensor) -> Tensor:
+        hidden, preferred = x.flatten(0, -2), self.get_buffer("preferred")
+        scores = self.router(hidden) + preferred[pairs.flatten() % len(preferred)]
+        chosen, index = scores.topk(2)
+        mixed: Tensor = self.experts(hidden, index, chosen.softmax(-1))
+        return mixed.view_as(x)
+
+
+class Block(nn.Module):
+    """Causal attention and a perceptron, or a mixture of them."""
+
+    def __init__(self, experts: int = 0) -> None:
         super().__init__()
         self.norm, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.query, self.key, self.value, self.project = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        if experts:
+            self.mixture = Mixture(experts)
+        else:
+            self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, pairs: Tensor | None = None) -> Tensor:
         rows, length, _ = x.shape
         normed = self.norm(x)
         query, key, value = (
@@ -59,18 +98,22 @@ class Block(nn.Module):
         )
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
-        narrowed: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm_mlp(x))))
-        return x + narrowed
+        normed = self.norm_mlp(x)
+        if pairs is None:
+            added: Tensor = self.narrow(nn.functional.gelu(self.widen(normed)))
+        else:
+            added = self.mixture(normed, pairs)
+        return x + added
 
 
 class Model(TrainModule):
     """Predicts the next token."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 0) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block(experts) for _ in range(BLOCKS))
+        self.head, self.experts = nn.Linear(WIDTH, WORDS), experts
 
     def cut_sequences(self, batch: Any, part: Any) -> Any:
         tokens, targets = batch
@@ -82,26 +125,34 @@ class Model(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, targets, positions = batch
         x = self.embed(tokens) + self.places(positions)
+        # Every pair of experts equally often, also in the parts of sequences.
+        pairs = (positions * len(tokens) + torch.arange(len(tokens))[:, None],) if self.experts else ()
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *pairs)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
     def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-        columns, rows = ("query", "key", "value", "widen"), ("project", "narrow")
+        columns: tuple[str, ...] = ("query", "key", "value")
+        rows: tuple[str, ...] = ("project",)
+        if not self.experts:
+            columns, rows = (*columns, "widen"), (*rows, "narrow")
         plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
         return plan | {f"blocks.*.{name}": RowwiseParallel() for name in rows}
+
+    def configure_expert_parallel(self) -> list[str]:
+        return ["blocks.*.mixture.experts"]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
 
 
-def loader() -> DataLoader[Any]:
-    """Return a loader over random tokens, with micro-batches of ``ROWS``."""
+def loader(batch_size: int = ROWS) -> DataLoader[Any]:
+    """Return a loader over random tokens."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, WORDS, (16 * 16 * ROWS, LENGTH + 1), generator=generator)
-    return DataLoader([(row[:-1], row[1:]) for row in rows], batch_size=ROWS)  # type: ignore[arg-type]
+    rows = torch.randint(0, WORDS, (16 * 16 * batch_size, LENGTH + 1), generator=generator)
+    return DataLoader([(row[:-1], row[1:]) for row in rows], batch_size=batch_size)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -112,9 +163,17 @@ class Case:
     ranks: int
     parallel: str = ""
     window: int = 2
+    experts: int = 0
+    """The number of experts in each block."""
 
     def __str__(self) -> str:
-        return f"{self.strategy} {self.parallel}@{self.ranks}".replace(" @", "@")
+        name = f"{self.strategy} {self.parallel}@{self.ranks}".replace(" @", "@")
+        return f"{name}, {self.experts} experts" if self.experts else name
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a micro-batch; with experts a rank has every pair of them equally often, also with ``cp=2``."""
+        return EXPERT_ROWS if self.experts else ROWS
 
 
 CASES = [
@@ -143,6 +202,16 @@ CASES = [
     Case("fsdp", 8, "cp=2,tp=2"),
     Case("pipeline", 8, "pp=4", 4),
     Case("pipeline", 4, "pp=2,cp=2", 4),
+    Case("ddp", 2, experts=EXPERTS),
+    Case("fsdp", 2, experts=EXPERTS),
+    Case("fsdp", 2, "ep=2", experts=EXPERTS),
+    Case("fsdp", 2, "ep=2,cp=2", experts=EXPERTS),
+    Case("fsdp", 4, "ep=2", experts=EXPERTS),
+    Case("fsdp", 4, "ep=4", experts=EXPERTS),
+    Case("fsdp", 4, "ep=2,cp=2", experts=EXPERTS),
+    Case("fsdp", 4, "ep=2,tp=2", experts=EXPERTS),
+    Case("fsdp", 8, "ep=4", experts=EXPERTS),
+    Case("fsdp", 8, "ep=8", experts=EXPERTS),
 ]
 
 Counts = dict[str, tuple[int, int]]
@@ -180,7 +249,7 @@ class Watched(LiveMemory):
 def measured(case: Case) -> tuple[int, Counts]:
     """Train two steps; return the peak bytes of tensors, and the collectives of the second step. Runs on each rank."""
     starts: Counter[int] = Counter()
-    memory, data = Watched(), loader()
+    memory, data = Watched(), loader(case.batch_size)
 
     def start(trainer: Any, *_: Any) -> None:
         if not starts:
@@ -205,7 +274,7 @@ def measured(case: Case) -> tuple[int, Counts]:
             verbose=False,
         )
         memory.trainer = trainer
-        trainer.fit(Model(), data)
+        trainer.fit(Model(case.experts), data)
         memory.stop()
     return memory.peak, memory.counts
 
@@ -215,8 +284,8 @@ def rehearsed(case: Case) -> Rehearsed:
     strategy = STRATEGIES.load(case.strategy)().with_degrees(resolve_degrees(case.parallel or None))
     precision = resolve_precision("32-true")
     strategy.check(case.ranks, "cpu", 1, precision)
-    batch = next(iter(loader()))
-    return rehearse(strategy, Part(Model(), batch, precision, case.window, (CLIP, "norm")), case.ranks)
+    batch = next(iter(loader(case.batch_size)))
+    return rehearse(strategy, Part(Model(case.experts), batch, precision, case.window, (CLIP, "norm")), case.ranks)
 
 
 def counts_of(found: Rehearsed) -> Counts:

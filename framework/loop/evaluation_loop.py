@@ -220,7 +220,7 @@ def _idle_step(run: Run, plan: EvaluationPlan, step: Callable[..., Any], index: 
     """Return a function that runs a step on a batch and discards its output and logs. Collective if the step is."""
 
     def idle(batch: Any) -> None:
-        with isolated(run.module):
+        with run.strategy.filling(), isolated(run.module):
             batch = fresh(batch)
             step(batch if plan.transfer is None else plan.transfer(batch, index), 0, index)
 

@@ -12,7 +12,7 @@ continue, so loaders may have any length, known or unknown.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -54,6 +54,7 @@ class LockstepFiller:
         self, run: Run, transfer: Callable[[Any], Any] | None, windows: Windows | None, forward_has_collectives: bool
     ) -> None:
         self._run = run
+        self._filling = run.strategy.filling
         self._transfer = transfer
         self._windows = windows
         self._watch = CallWatch(run.module) if forward_has_collectives else None
@@ -63,6 +64,8 @@ class LockstepFiller:
         """This rank's batch of the pass in progress, as it was fetched; a filler where it has none."""
         self._next = 0
         self._filled = False
+        self._is_idle = False
+        """Whether the forward pass of the filler was run as one, and not as that of a batch without a loss."""
         self.began = False
         """Whether a window was run. After the first window every rank holds a batch to use as a filler."""
         self._loss: Tensor | None = None
@@ -98,7 +101,8 @@ class LockstepFiller:
             # collectives.
             loss, self._loss = self._loss, None
         assert loss is not None
-        with zero_gradients(loss) as zero:
+        # Backward passes may run parts of the forward pass again.
+        with self._filling() if self._is_idle else nullcontext(), zero_gradients(loss) as zero:
             backward(zero)
 
     def missing(self, first: Any, count: int, agreement: Agreement, window_size: int) -> int:
@@ -142,7 +146,7 @@ class LockstepFiller:
     # ---- runs inside the module that the strategy wraps ------------------------------------------------------------
 
     def _routed(self, batch: Any, index: int) -> Any:
-        self._filled = batch is FILLER
+        self._filled, self._is_idle = batch is FILLER, False
         if self._filled:
             return self._fill(None, index)
         # Copied before the step, which may modify the batch's containers.
@@ -173,7 +177,8 @@ class LockstepFiller:
 
     def _fill(self, own: Any, index: int) -> Tensor:
         """Return the loss of a filler batch; ``own`` is this rank's batch without a loss, if it has any."""
-        with isolated(self._run.module), closing(self._candidates(own, index)) as candidates:
+        self._is_idle = True
+        with self._filling(), isolated(self._run.module), closing(self._candidates(own, index)) as candidates:
             for batch, place in candidates:
                 given = fresh(batch) if self._transfer is None else self._transfer(fresh(batch))
                 _, loss, calls = self._run_step(given, place)

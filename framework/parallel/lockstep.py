@@ -68,6 +68,7 @@ class Lockstep:
         self._world = strategy.world
         self._takes_turns = strategy.traits.forward_has_collectives and strategy.world.size > 1
         self._context = context or nullcontext()
+        self._filling = strategy.filling
         self._calls = calls
         self._is_running = False
         # Routed as a whole: what the strategy gathers around a step is then gathered once, and by all ranks.
@@ -91,7 +92,9 @@ class Lockstep:
             self._is_running = False
 
     def _run(self, function: Callable[[], Any]) -> Any:
-        turns = _Turns(self._parts, self._world, self._calls).taken() if self._takes_turns else nullcontext()
+        turns = (
+            _Turns(self._parts, self._world, self._calls, self._filling).taken() if self._takes_turns else nullcontext()
+        )
         with self._context, turns:
             return function()
 
@@ -99,11 +102,18 @@ class Lockstep:
 class _Turns:
     """The turns of one function on all ranks."""
 
-    def __init__(self, parts: Sequence[nn.Module], world: World, calls: FillerCalls) -> None:
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        world: World,
+        calls: FillerCalls,
+        filling: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self._parts = parts
         self._numbers = {part: number for number, part in enumerate(parts)}
         self._world = world
         self._calls = calls
+        self._filling = filling
         self._fillers: dict[int, Call] = {}
         """For each turn so far, a call by which this rank fills it."""
         self._outermost: nn.Module | None = None
@@ -193,7 +203,8 @@ class _Turns:
         # A copy, as a pass may change what it is given, such as a cache.
         args, kwargs = _copy_on(self._fillers[turn], self._world.device)
         self._outermost = part = self._parts[(turn - 1) // self._calls.variants]
-        part(*args, **kwargs)
+        with self._filling():
+            part(*args, **kwargs)
 
 
 def _copy_on(call: Call, device: torch.device) -> Call:

@@ -121,6 +121,9 @@ class Strategy(NamesArguments, ABC):
     window_passes: WindowPasses | None = None
     """Runs the passes of a window together, where they cannot run one by one (pipelines). None: the training loop runs
     one pass after another."""
+    filling: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Returns the context of a filler's forward or backward pass: one that takes part in the collectives of the others,
+    and whose results do not count. It keeps the filler's values from the computation of other ranks."""
     part: SequencePart = SequencePart()
     """The part of each sequence that this rank computes, from ``connect`` on."""
     state: CanonicalState = CanonicalState()

@@ -76,7 +76,10 @@ def summed(calls: Iterable[Call], layout: Layout) -> tuple[Traffic, ...]:
         group = call.group.group_name
         if group not in names:
             names[group] = axes_of(dist.get_process_group_ranks(call.group), layout)
-        key = call.operation, names[group], call.group.size()
+        axes = names[group]
+        if call.operation == "all-to-all" and layout.ep > 1:
+            axes = _axes_of_exchange(call.group, axes, layout)
+        key = call.operation, axes, call.group.size()
         times, payload = found.get(key, (0, 0))
         found[key] = times + 1, payload + call.payload
     rows = [Traffic(*key, times, payload) for key, (times, payload) in found.items()]
@@ -93,3 +96,14 @@ def axes_of(ranks: Sequence[int], layout: Layout) -> str:
             found.append(axis)
         distance *= sizes[axis]
     return " x ".join(reversed(found)) or "1 rank"
+
+
+def _axes_of_exchange(group: dist.ProcessGroup, axes: str, layout: Layout) -> str:
+    """Return the axes of an all-to-all exchange: ranks with different experts are among those of other axes."""
+    ranks = sorted(dist.get_process_group_ranks(group))
+    # Beside one another, but for the ranks that share layers.
+    has_all_experts = ranks == [ranks[0] + layout.tp * place for place in range(layout.ep)]
+    if not has_all_experts or group.group_desc == "mesh_context":
+        return axes
+    # A group of all ranks serves each axis that has all of them.
+    return "cp, ep" if axes == "cp" and group.group_desc != "mesh_expert" else "ep"

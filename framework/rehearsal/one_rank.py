@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,9 +140,7 @@ class _Rank:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             module = self._build()
             optimizer = self._set_up(module)
-            batch = tree_map(
-                lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, self._part.batch
-            )
+            batch = tree_map(partial(_given, fake, recorder), self._part.batch)
             try:
                 self._begin(module, optimizer)
                 if strategy.window_passes is not None:
@@ -256,6 +255,16 @@ def _slots(optimizer: Optimizer) -> list[Any]:
 
 def _without_data(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _given(fake: FakeTensorMode, recorder: Recorder, leaf: Any) -> Any:
+    """Return a tensor of the batch without data; that of whole numbers keeps them, as shapes may depend on them."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    tensor = fake.from_tensor(leaf)
+    if not leaf.is_floating_point():
+        recorder.values.give(tensor, leaf)
+    return tensor
 
 
 def _loss_of(output: Any) -> Tensor:

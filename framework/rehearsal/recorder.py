@@ -10,17 +10,26 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.patches import patch
 from ..memory.formulas import Bytes
+from .assumed_values import AssumedValues
 from .collectives import Call, call_of
 
 # The operator by which `torch.tensor` returns.
 _LIFT = torch.ops.aten.lift_fresh.default
+_EXCHANGE = torch.ops.c10d.alltoall_base_.default
+_GROUPED = torch.ops.aten._grouped_mm.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
@@ -40,7 +49,7 @@ class Recorder(TorchDispatchMode):
     that were gathered, and for what was allocated outside of passes; else ``activations``.
 
     Operations on other tensors, such as the ranks of a mesh, run as always. A number that is read from a tensor without
-    data is 1.
+    data is that of ``values``, and 1 if it is not known.
     """
 
     def __init__(self) -> None:
@@ -56,6 +65,7 @@ class Recorder(TorchDispatchMode):
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
         """Parameters that operations were given, by their ``id``; those that strategies gather are not the module's."""
         self._start = 0
+        self.values = AssumedValues(lambda tensor: self._update(tensor.untyped_storage()))
         self._patches = ExitStack()
 
     def __enter__(self) -> Any:
@@ -79,7 +89,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if func is _ITEM and isinstance(given[0], FakeTensor) and given[0].constant is None:
-            return _one(given[0])
+            return self.values.number(given[0])
         device = kwargs.get("device")
         if func is not _LIFT and _is_plain(given, device):
             with unset_fake_temporarily():
@@ -87,11 +97,24 @@ class Recorder(TorchDispatchMode):
         if device is not None and torch.device(device).type == "meta":
             with unset_fake_temporarily():
                 return func(*tree_map(_on_meta, args), **kwargs)
-        returned = func(*args, **kwargs)
-        self._note(func, args, given, returned)
+        returned = self._run(func, args, kwargs)
+        self._note(func, args, kwargs, given, returned)
         return returned
 
-    def _note(self, func: Any, args: Any, given: list[Tensor], returned: Any) -> None:
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is _GROUPED and args[0].dtype != torch.bfloat16:
+            # Without data torch accepts only this dtype.
+            first, second = (each.to(torch.bfloat16) for each in args[:2])
+            return func(first, second, *args[2:], **kwargs).to(args[0].dtype)
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            returned = self.values.shaped(func, args, kwargs)
+            if returned is None:
+                raise
+            return returned
+
+    def _note(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], returned: Any) -> None:
         # Not in set-up, where `Module.to` swaps tensors, which it refuses to where there is a reference.
         for each in given if self._phase is Phase.PASSES else ():
             if getattr(each, "_is_param", False) and isinstance(each, FakeTensor) and id(each) not in self._parameters:
@@ -102,6 +125,12 @@ class Recorder(TorchDispatchMode):
             if isinstance(local, FakeTensor):
                 self._update(local.untyped_storage())
         call = call_of(func, args, returned)
+        if call is None and func.namespace != "c10d":
+            self.values.follow(func, args, kwargs, returned)
+        elif func is _EXCHANGE:
+            self.values.exchange(args, dist.ProcessGroup.unbox(args[2]))
+        else:
+            self.values.drop(given)
         if call is not None:
             self.calls.append(call)
             self.mark("buckets", [*given, *(each for each in tree_leaves(returned) if isinstance(each, Tensor))])
@@ -163,6 +192,7 @@ class Recorder(TorchDispatchMode):
 
     def _freed(self, address: int, number: int) -> None:
         self._resize(number, 0)
+        self.values.forget(number)
         if self._live.get(address, (None,))[0] == number:
             del self._live[address]
 
@@ -185,9 +215,3 @@ def _on_meta(given: Any) -> Any:
     if not isinstance(given, FakeTensor):
         return given
     return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
-
-
-def _one(tensor: Tensor) -> Any:
-    if tensor.dtype == torch.bool:
-        return True
-    return 1.0 if tensor.is_floating_point() else 1

@@ -115,6 +115,7 @@ def _other_degrees(own: Rehearsed, machines: Resources, least: float) -> Iterato
             yield "fsdp", Degrees(cp=degree)
             if machines.devices % degree == 0:
                 yield "fsdp", Degrees(tp=degree)
+            yield "fsdp", Degrees(ep=degree)
             yield "pipeline", Degrees(pp=degree)
 
 

@@ -6,12 +6,14 @@ adds the results of a token. They come back to the rank of the token, which adds
 2020, "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding").
 
 Numbers of tokens differ between ranks and passes, and none are dropped. All ranks of a group call the same collectives
-in every forward and backward pass, also without a token to send or to compute.
+in every forward and backward pass, also without a token to send or to compute. A filler's pass sends none, so that the
+sums of other ranks are the same whatever it computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,22 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Experts: from rows [rows, width], indices and weights of their experts [rows, 1], to outputs [rows, width]."""
 
 
+class Sending:
+    """Whether the passes in progress send this rank's tokens."""
+
+    def __init__(self) -> None:
+        self.enabled = True
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Send no tokens inside; their mixtures are zero. Those of other ranks are computed as always."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+
 class Dispatch:
     """Computes mixtures of experts that are divided among the ranks of a group.
 
@@ -30,10 +48,12 @@ class Dispatch:
         group: the ranks; the first one has the first experts.
         count: the number of experts of each rank.
         compute: this rank's experts, numbered from 0.
+        sending: stops sending this rank's tokens.
     """
 
-    def __init__(self, group: dist.ProcessGroup, count: int, compute: Compute) -> None:
+    def __init__(self, group: dist.ProcessGroup, count: int, compute: Compute, sending: Sending | None = None) -> None:
         self._group, self._count, self._compute = group, count, compute
+        self._sending = sending or Sending()
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the mixture for this rank's tokens, [tokens, width]. Collective.
@@ -46,6 +66,8 @@ class Dispatch:
         ranks, share = self._group.size(), self._group.rank()
         owner = index.div(self._count, rounding_mode="floor")
         wanted = owner.unsqueeze(1).eq(torch.arange(ranks, device=index.device).unsqueeze(1)).any(2)
+        if not self._sending.enabled:
+            wanted = torch.zeros_like(wanted)
         rows = _Rows.by_column(wanted, min(ranks, index.shape[1]))
         routes = _Routes.agreed(wanted.sum(0), self._group)
         arrived, arrived_weights = _exchange(routes, float(ranks), rows.copied(hidden), rows.copied(weights))

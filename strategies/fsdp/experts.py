@@ -9,9 +9,10 @@ A layer of experts has parameters that are stacked by expert in dim 0, ``[expert
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from math import gcd
@@ -27,11 +28,16 @@ from ...framework.core.errors import ConfigurationError, closest_or_known
 from ...framework.core.wording import a_type
 from ...framework.distributed.world import World
 from ...framework.parallel.blocks import ReplacedForward, replace_method
-from .dispatch import Dispatch
+from .dispatch import Dispatch, Sending
 
 _HOOK = "configure_expert_parallel"
 # Attributes that transformers gives to layers of experts with its interface.
 _MARKS = ("_apply_gate", "has_gate", "is_transposed")
+# Names of a number of all experts, such as `num_experts`, `n_routed_experts` and `expert_count`. Attributes with other
+# names may have the same value by chance, such as `expert_dim` and `num_experts_per_tok`.
+_COUNT = re.compile(
+    r"_*(?:(?:num|n|number|of|total|all|moe|local|routed)_)*(?:experts|experts?_(?:count|num|number|total))_*"
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class ExpertMeshes:
 
     group: DeviceMesh
     data: DeviceMesh
+    sending: Sending = field(default_factory=Sending)
 
     @classmethod
     def build(cls, layout: Layout, world: World) -> ExpertMeshes | None:
@@ -215,7 +222,7 @@ def divide(layers: Iterable[nn.Module], meshes: ExpertMeshes) -> list[Callable[[
                     split = distribute_tensor(held.detach(), meshes.group, [Shard(0)])
                     part._parameters[key] = nn.Parameter(split, requires_grad=held.requires_grad)
         experts = LocalExperts(layer, count, count // meshes.group.size())
-        run = Dispatch(meshes.group.get_group(), experts.count, experts)
+        run = Dispatch(meshes.group.get_group(), experts.count, experts, meshes.sending)
         checked = partial(_checked, type(layer).__name__, inspect.signature(layer.forward), run)
         undos.append(replace_method(layer, "forward", ReplacedForward(layer, checked)))
     return undos
@@ -254,7 +261,7 @@ def _checked(name: str, signature: inspect.Signature, run: Dispatch, *args: Any,
 class LocalExperts:
     """A layer's own forward pass over this rank's experts.
 
-    Meanwhile its parameters are this rank's, and so is the number of experts in attributes with "expert" in the name.
+    Meanwhile its parameters are this rank's, and so is the number of experts in attributes that are named as one.
 
     Args:
         layer: the layer, whose parameters are divided.
@@ -265,8 +272,8 @@ class LocalExperts:
     def __init__(self, layer: nn.Module, total: int, count: int) -> None:
         self.count = count
         self._layer, self._forward = layer, layer.forward
-        values = vars(layer).items()
-        self._numbers = [name for name, value in values if "expert" in name and type(value) is int and value == total]
+        numbers = [name for name, value in vars(layer).items() if type(value) is int and value == total]
+        self._numbers = [name for name in numbers if _COUNT.fullmatch(name)]
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted outputs of rows, which have one expert each."""

@@ -7,7 +7,7 @@ Parallel"). ``hsdp`` shards within groups of ranks and replicates across groups.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any, Literal
@@ -150,6 +150,7 @@ class FSDPStrategy(Strategy):
         self._layout = lay_out(world.size, world.num_nodes, self.degrees, self.rest, self.replicas == "node")
         self._mesh = build_mesh(self._layout, world, self.rest)
         self._experts = ExpertMeshes.build(self._layout, world)
+        self.filling = nullcontext if self._experts is None else self._experts.sending.stopped
         self._sequences, self.part = sharing_sequences(world, self._layout)
         self._attention = attention_of(self._sequences)
         self._deferred = Deferred()

@@ -16,25 +16,25 @@ from phalanx.strategies.fsdp.dispatch import Dispatch
 TOTAL, TOP = 6, 2
 
 
-def routed(tokens: int, first_only: bool) -> tuple[Experts, list[Tensor]]:
+def routed(tokens: int, first_only: bool, total: int = TOTAL, top: int = TOP) -> tuple[Experts, list[Tensor]]:
     """Return experts, and tokens with the numbers and weights of their experts."""
     torch.manual_seed(3)
-    experts = Experts(TOTAL)
-    chances = torch.rand(tokens, TOTAL)
+    experts = Experts(total)
+    chances = torch.rand(tokens, total)
     if first_only:
-        chances[:, :TOP] += 1.0
-    weights, index = chances.topk(TOP)
+        chances[:, :top] += 1.0
+    weights, index = chances.topk(top)
     return experts, [torch.randn(tokens, WIDTH), index, weights]
 
 
-def dispatched(sizes: list[int], first_only: bool) -> Any:
+def dispatched(sizes: list[int], first_only: bool, total: int = TOTAL, top: int = TOP) -> Any:
     """Return this rank's outputs and gradients, and the numbers of rows of tokens and sums that it sent."""
-    experts, (hidden, index, weights) = routed(sum(sizes), first_only)
+    experts, (hidden, index, weights) = routed(sum(sizes), first_only, total, top)
     rank, size = dist.get_rank(), dist.get_world_size()
     start = sum(sizes[:rank])
     mine = slice(start, start + sizes[rank])
     hidden, weights = (each[mine].clone().requires_grad_() for each in (hidden, weights))
-    share = TOTAL // size
+    share = total // size
     own = Experts(share)
     for name, parameter in own.named_parameters():
         parameter.data = experts.get_parameter(name).detach()[rank * share : (rank + 1) * share].clone()
@@ -59,15 +59,28 @@ def dispatched(sizes: list[int], first_only: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "first_only"), [([5, 3], False), ([0, 4], False), ([0, 0], False), ([4, 4], True), ([2, 0, 7], False)]
+    ("sizes", "first_only", "total", "top"),
+    [
+        ([5, 3], False, TOTAL, TOP),
+        ([0, 4], False, TOTAL, TOP),
+        ([0, 0], False, TOTAL, TOP),
+        ([4, 4], True, TOTAL, TOP),
+        ([2, 0, 7], False, TOTAL, TOP),
+        # All experts for each token, one expert for each rank, and both.
+        ([3, 2], False, TOTAL, TOTAL),
+        ([3, 0, 2], False, 3, 1),
+        ([1, 4], False, 2, 2),
+    ],
 )
-def test_outputs_and_gradients_are_those_of_one_process(sizes: list[int], first_only: bool) -> None:
-    experts, (hidden, index, weights) = routed(sum(sizes), first_only)
+def test_outputs_and_gradients_are_those_of_one_process(
+    sizes: list[int], first_only: bool, total: int, top: int
+) -> None:
+    experts, (hidden, index, weights) = routed(sum(sizes), first_only, total, top)
     hidden.requires_grad_()
     weights.requires_grad_()
     expected = experts(hidden, index, weights)
     expected.square().sum().backward()
-    results = run_on_ranks(len(sizes), dispatched, sizes, first_only)
+    results = run_on_ranks(len(sizes), dispatched, sizes, first_only, total, top)
     assert hidden.grad is not None
     assert weights.grad is not None
     for position, whole in enumerate((expected.detach(), hidden.grad, weights.grad)):

@@ -171,6 +171,39 @@ def test_layers_that_configure_model_builds_are_divided() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
+class SameNumbers(LongModel):
+    """Has experts with attributes that are the number of experts by chance."""
+
+    def __init__(self) -> None:
+        super().__init__(experts=EXPERTS)
+        self.seen: set[Any] = set()
+        for block in self.blocks:
+            experts: Any = block.get_submodule("mixture.experts")
+            experts.expert_dim = experts.num_experts_per_tok = experts.expert_count = EXPERTS
+            experts.forward = self.noted(experts)
+
+    def noted(self, experts: Any) -> Any:
+        forward = experts.forward
+
+        def run(hidden: Tensor, index: Tensor, weights: Tensor) -> Any:
+            self.seen.add((experts.num_experts, experts.expert_count, experts.expert_dim, experts.num_experts_per_tok))
+            return forward(hidden, index, weights)
+
+        return run
+
+
+def numbers() -> Any:
+    module = SameNumbers()
+    trainer = silent_trainer(strategy="fsdp", devices=2, parallel={"ep": 2}, max_steps=1, verbose=False)
+    trainer.fit(module, loader(4))
+    return module.seen
+
+
+def test_only_numbers_of_experts_are_those_of_a_rank() -> None:
+    half = EXPERTS // 2
+    assert run_on_ranks(2, numbers) == [{(half, half, EXPERTS, EXPERTS)}] * 2
+
+
 class OneForAll(LongModel):
     """Sends every token to the experts 0 and 1, which the first rank holds."""
 

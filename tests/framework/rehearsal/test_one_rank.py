@@ -17,7 +17,7 @@ from phalanx.framework.core.registry import STRATEGIES
 from phalanx.framework.rehearsal.one_rank import Part, Rehearsed, rehearse
 
 # The whole table is that of `python tests/rehearsal_table.py`.
-SHORT = ("ddp@2", "fsdp tp=2@2", "fsdp cp=2@2", "pipeline pp=2@2")
+SHORT = ("ddp@2", "fsdp tp=2@2", "fsdp cp=2@2", "pipeline pp=2@2", "ddp@2, 8 experts", "fsdp ep=2@2, 8 experts")
 
 
 @pytest.mark.parametrize("case", [each for each in CASES if str(each) in SHORT], ids=str)

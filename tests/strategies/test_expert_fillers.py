@@ -1,0 +1,96 @@
+"""Expert parallelism on ranks without a batch: filler batches do not change what other ranks compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from long_sequences import LENGTH, LongModel, loader, rows
+from models import silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from phalanx.callbacks import LambdaCallback
+from phalanx.strategies import FSDPStrategy
+
+RANKS, EXPERTS, BATCH, FULL = 3, 6, 64, 2
+
+
+def own_batches() -> DataLoader[Any]:
+    """Return this rank's data: two batches, and on the last rank one more."""
+    rank, data = dist.get_rank(), rows()
+    count = FULL * BATCH
+    start = rank * count
+    return DataLoader(data[start : start + count + (BATCH if rank == RANKS - 1 else 0)], batch_size=BATCH)  # type: ignore[arg-type]
+
+
+def trained(path: str, resumed: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Train two epochs, save before the last window of the first one or resume there; return the weights."""
+    window = settings.get("window", 1)
+
+    def save(trainer: Any, *_: Any) -> None:
+        if not resumed and trainer.global_step == FULL // window and not Path(path).exists():
+            trainer.save_checkpoint(path)
+
+    module = LongModel(experts=EXPERTS)
+    trainer = silent_trainer(
+        strategy=FSDPStrategy(gather_weights="all", activation_checkpointing=settings.get("checkpointing", False)),
+        devices=RANKS,
+        parallel={"ep": RANKS},
+        max_epochs=2,
+        accumulate_grad_batches=window,
+        use_distributed_sampler=False,
+        callbacks=[LambdaCallback(on_train_batch_end=save)],
+        verbose=False,
+    )
+    trainer.fit(module, own_batches(), ckpt_path=path if resumed else None)
+    assert trainer.global_step == 2 * (FULL // window + 1)
+    return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 2}, {"checkpointing": True}], ids=str)
+def test_a_run_resumed_where_ranks_have_no_batch_is_the_same_bit_by_bit(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "before.ckpt")
+    whole = run_on_ranks(RANKS, trained, path, False, settings)
+    for one, other in zip(whole, run_on_ranks(RANKS, trained, path, True, settings), strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+class Counts(LongModel):
+    """Counts the rows that this rank's experts compute."""
+
+    def __init__(self) -> None:
+        super().__init__(experts=EXPERTS)
+        self.num_rows = 0
+        for block in self.blocks:
+            experts: Any = block.get_submodule("mixture.experts")
+            experts.forward = self.counted(experts.forward)
+
+    def counted(self, forward: Any) -> Any:
+        def run(hidden: Tensor, index: Tensor, weights: Tensor) -> Any:
+            self.num_rows += len(hidden)
+            return forward(hidden, index, weights)
+
+        return run
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def predicted(batches: int) -> int:
+    module = Counts()
+    silent_trainer(strategy="fsdp", devices=2, parallel={"ep": 2}, verbose=False).predict(
+        module, loader(2, 2 * batches)
+    )
+    return module.num_rows
+
+
+def test_evaluation_computes_the_tokens_of_each_batch_once() -> None:
+    # Of five batches the first rank has three, and the second one two and a filler; two experts for each token.
+    assert sum(run_on_ranks(2, predicted, 5)) == 5 * 2 * LENGTH * 2 * len(Counts().blocks)
