@@ -67,7 +67,8 @@ def measure(session: Session, request: StageRequest, memory: Memory, activation_
         notes.append(f"Layers that configure_model builds are not counted: {summary_of(error)}")
     optimizers = 1
     try:
-        held = optimizer_state(built or module, resources.precision, resources.device_type)
+        with session.records.assuming_length():
+            held = optimizer_state(built or module, resources.precision, resources.device_type)
         size = replace(size, state_slots=held.slots, state_bytes=held.state_bytes, update_bytes=held.update_bytes)
         optimizers = held.count
     except Exception as error:

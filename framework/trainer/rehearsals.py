@@ -167,6 +167,7 @@ class Rehearsals:
         machines, seconds = self.machines, min(most_seconds, max(0.0, self.end - time.monotonic()))
         with ExitStack() as stack:
             stack.enter_context(groups_aside())
+            stack.enter_context(self.session.records.assuming_length())
             # Training finds the generators as the user left them.
             stack.enter_context(RandomStream(0).entered())
             # It prints the stack of each operation that fails.

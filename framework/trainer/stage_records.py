@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from ..core.accumulation import AccumulationSchedule
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -12,7 +16,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..api.train_module import TrainModule
-    from ..core.accumulation import AccumulationSchedule
     from ..core.optimizer_config import SchedulerConfig
     from ..loop.evaluation_loop import EvaluationPlan
     from ..loop.fit_loop import FitLoop
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 # The stages whose loaders a stage replaces: a fit requests validation loaders as well.
 _REPLACED = {"fit": ("train", "validate")}
+_ASSUMED_STEPS = 1000
 _NUMBERS = ("batches", "training_batches", "micro_batch_size", "length", "ckpt_path", "throughput")
 
 
@@ -99,6 +103,20 @@ class StageRecords:
         self.throughput = loop.run.meter.throughput()
         if loop.run.traits.replicates:
             self.optimizers, self.schedulers = loop.run.optimizers, loop.run.schedulers
+
+    @contextmanager
+    def assuming_length(self) -> Generator[None, None, None]:
+        """Return a context in which a fit that has not begun has some number of optimizer steps.
+
+        For measurements of memory, which does not depend on it: schedulers are built for this number.
+        """
+        known = self.length
+        if known is None:
+            self.length = math.inf, _ASSUMED_STEPS, None, AccumulationSchedule(1)
+        try:
+            yield
+        finally:
+            self.length = known
 
     def keep_end(self, ended: EndedFit | None) -> None:
         """Retain the state of the end of a fit."""

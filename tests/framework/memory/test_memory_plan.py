@@ -517,19 +517,22 @@ def test_the_documented_bytes_for_each_parameter_are_those_of_the_formulas(preci
         assert [round(64_000 * each) for each in told] == [needs.device.held, needs.host.held, needs.disk.held], name
 
 
-@pytest.mark.parametrize(
-    ("read", "note"),
-    [("max_epochs", ""), ("estimated_stepping_batches", "known from configure_optimizers of the first")],
-)
-def test_a_plan_lets_configure_optimizers_read_the_trainer(read: str, note: str) -> None:
+@pytest.mark.parametrize("read", ["max_epochs", "estimated_stepping_batches"])
+def test_a_plan_lets_configure_optimizers_read_the_trainer(read: str) -> None:
     class Reading(Regressor):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            assert getattr(self.trainer, read) > 0
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            total = getattr(self.trainer, read)
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)]
 
     module = Reading()
-    plan = str(silent_trainer(devices=1, max_epochs=2).plan(module, loader()))
-    assert ("Optimizer state is counted as Adam's" in plan) is bool(note)
-    assert note in plan
+    trainer = silent_trainer(devices=1, max_epochs=2)
+    plan = trainer.plan(module, loader(), rehearse="single")
+    assert "Optimizer state is counted as Adam's" not in str(plan)
+    assert "could not be rehearsed" not in str(plan)
+    (row,) = [each for each in plan if each.name == "single"]
+    assert row.rank is not None
     with pytest.raises(ConfigurationError, match="belongs to no run"):
         _ = module.trainer
+    with pytest.raises(ConfigurationError, match="known from configure_optimizers of the first"):
+        _ = trainer.estimated_stepping_batches

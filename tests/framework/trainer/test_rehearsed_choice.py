@@ -29,7 +29,8 @@ class DependsOnValues(LongModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        nothing: Tensor = 0 * batch[0][batch[0] > 0].sum()
+        weight = self.embed.weight
+        nothing: Tensor = 0 * weight[weight > 0].sum()
         return loss + nothing
 
 
