@@ -8,7 +8,7 @@ reduction; it also shows whether they have the same number of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -158,16 +158,17 @@ class WindowTraining:
             window.continue_whole(number == len(batches) - 1)
             for each in engines:
                 each.begin_micro_batch(window)
-            loss = self._checked(step(fresh(batch)))
+            with strategy.filling() if number >= count else nullcontext():
+                loss = self._checked(step(fresh(batch)))
+                factor = window.whole_factor(shares[number]) if number < count else 0.0
+                if factor:
+                    strategy.backward(training.scaled(loss, factor))
+                else:
+                    # Zero times an infinite activation would be NaN.
+                    with zero_gradients(loss) as zero:
+                        strategy.backward(zero)
             if number < count:
                 losses.append(loss.detach().float().reshape(()))
-            factor = window.whole_factor(shares[number]) if number < count else 0.0
-            if factor:
-                strategy.backward(training.scaled(loss, factor))
-                continue
-            # Zero times an infinite activation would be NaN.
-            with zero_gradients(loss) as zero:
-                strategy.backward(zero)
         if not batches and not is_even:
             # The other ranks reduce gradients in their last backward passes.
             for each in [each for each in engines if each.optimizers] or engines:
