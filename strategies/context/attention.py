@@ -10,6 +10,8 @@ A part of a sequence needs the keys and values of the others. Two ways of bringi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,12 +22,18 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.patches import patch
 
 _ATTENTION = nn.functional.scaled_dot_product_attention
+_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_run_backward = torch.autograd.graph._engine_run_backward
 
 
 class RoutedAttention(TorchFunctionMode):
     """A context in which ``scaled_dot_product_attention`` computes over the full sequence.
+
+    It also holds for activations that a backward pass computes again. For that a private name of torch is used: the
+    function by which all backward passes enter the engine.
 
     Args:
         compute: the function that is called in its place.
@@ -39,7 +47,21 @@ class RoutedAttention(TorchFunctionMode):
         """Call the function, or the replacement of attention."""
         if func is _ATTENTION:
             return self._compute(*args, **(kwargs or {}))
+        if func in _BACKWARD:
+            return self._backward(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _backward(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a backward pass in this context, which torch leaves while a function runs that it has intercepted."""
+
+        def run(*given: Any, **options: Any) -> Any:
+            with self:
+                return _run_backward(*given, **options)
+
+        with ExitStack() as patches:
+            for home in (torch.autograd, torch.autograd.graph):
+                patch(patches, home, "_engine_run_backward", run)
+            return func(*args, **kwargs)
 
 
 class HeadExchange:
