@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..core.degrees import Layout
+from ..core.errors import ConfigurationError
 from ..memory.communication import Traffic
 
 # By the name of torch's operator: the collective, and the argument that holds the full tensors; None: the result.
@@ -75,7 +76,11 @@ def summed(calls: Iterable[Call], layout: Layout) -> tuple[Traffic, ...]:
     for call in calls:
         group = call.group.group_name
         if group not in names:
-            names[group] = axes_of(dist.get_process_group_ranks(call.group), layout)
+            try:
+                ranks = dist.get_process_group_ranks(call.group)
+            except KeyError:
+                raise ConfigurationError("The step uses a process group that was made before the rehearsal.") from None
+            names[group] = axes_of(ranks, layout)
         axes = names[group]
         if call.operation == "all-to-all" and layout.ep > 1:
             axes = _axes_of_exchange(call.group, axes, layout)

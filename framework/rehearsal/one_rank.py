@@ -36,6 +36,7 @@ from ..core.split_optimizer import optimizers_in
 from ..memory.communication import Traffic
 from ..memory.formulas import Bytes
 from ..memory.measure import copied
+from ..parallel.fresh_batches import fresh
 from ..parallel.meta_device import tensors_of
 from ..parallel.optimizer_step import Updater
 from ..parallel.parameter_names import canonical_names
@@ -145,9 +146,9 @@ class _Rank:
                 self._begin(module, optimizer)
                 if strategy.window_passes is not None:
                     # The first window builds its schedule.
-                    self._window(module, optimizer, [batch] * self._part.window)
+                    self._window(module, optimizer, [fresh(batch) for _ in range(self._part.window)])
                 recorder.begin_step()
-                self._window(module, optimizer, [batch] * self._part.window)
+                self._window(module, optimizer, [fresh(batch) for _ in range(self._part.window)])
                 layout = strategy.degrees.lay_out(world_size, strategy.rest)
                 traffic = summed(recorder.calls, layout)
             finally:

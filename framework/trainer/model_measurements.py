@@ -25,6 +25,7 @@ from ..memory.measure import (
 )
 from ..memory.memory_plan import TrainingData, casts_of, fits_easily
 from ..memory.ranks import Ranks
+from ..parallel.fresh_batches import fresh
 from ..parallel.sequence_part import SequencePart
 from ..run.overrides import batch_transfer, cutting, is_overridden
 from .data_sources import Data
@@ -79,7 +80,7 @@ def measure(session: Session, request: StageRequest, memory: Memory, activation_
     else:
         try:
             batch, data = first_batch(session, request)
-            activations = _activations(session, request, batch, size, memory)
+            activations = _activations(session, request, fresh(batch), size, memory)
         except Exception as error:
             notes.append(f"Activations could not be measured, and count as 0: {summary_of(error)}")
     return Measurements(size, activations, data, optimizers, tuple(notes), batch)

@@ -7,10 +7,10 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch._subclasses import fake_tensor
 
@@ -29,6 +29,7 @@ from .sequence_checks import check_sequences
 
 if TYPE_CHECKING:
     from ..api.train_module import TrainModule
+    from ..metrics.logger import Logger
     from ..parallel.resources import Resources
     from ..parallel.strategy import Strategy
     from ..rehearsal.one_rank import Rehearsed
@@ -77,6 +78,27 @@ def _built(given: str | Strategy) -> Strategy:
     return STRATEGIES.load(given)() if isinstance(given, str) else given.clone()
 
 
+class _Sink:
+    """Takes the place of a logger: accepts every call, and records nothing."""
+
+    def __getattr__(self, name: str) -> _Sink:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Sink:
+        return self
+
+
+@contextlib.contextmanager
+def _without_loggers(session: Session) -> Generator[None, None, None]:
+    """Return a context in which a step that logs by itself records nothing."""
+    loggers = list(session.loggers)
+    session.loggers[:] = [cast("Logger", _Sink()) for _ in loggers]
+    try:
+        yield
+    finally:
+        session.loggers[:] = loggers
+
+
 def by_formulas(name: str, reason: str) -> str:
     """Return the note on a strategy that cannot be rehearsed."""
     return f"{name} is counted by formulas, as it could not be rehearsed: {reason}"
@@ -121,7 +143,7 @@ class Rehearsals:
         """Return a plan with the rehearsed row of a strategy, and the rehearsal; None if there is none."""
         name = given if isinstance(given, str) else given.name
         machines = self.machines
-        refusal = refusal_of(given, machines, self.request.module, 1, self.session.settings.clipping)
+        refusal = self.refusal_of(given, machines)
         if refusal is not None:
             return plan.with_row(_refused(plan, name, refusal)), None
         if name in LAYOUTS and LAYOUTS[name].engine:
@@ -136,6 +158,12 @@ class Rehearsals:
         kept = tuple(note for note in plan.notes if note != WHOLE_LAYERS)
         plan = replace(plan, notes=kept).with_row(row_of(found, plan))
         return (plan if remark is None else plan.with_notes(remark)), found
+
+    def refusal_of(self, given: str | Strategy, machines: Resources) -> str | None:
+        """Return why a strategy cannot be used on machines; None if it can."""
+        # The checks call methods of the module, which the other ranks do not.
+        with groups_aside():
+            return refusal_of(given, machines, self.request.module, 1, self.session.settings.clipping)
 
     def _rehearsed(self, strategy: Strategy, plan: MemoryPlan) -> Rehearsed | _Failure:
         if not self.request.module.automatic_optimization:
@@ -165,8 +193,11 @@ class Rehearsals:
             Exception: code of the module, or of an optimizer, needs the values of tensors.
         """
         machines, seconds = self.machines, min(most_seconds, max(0.0, self.end - time.monotonic()))
+        if not seconds:
+            raise TimeoutError("the time for rehearsals is over.")
         with ExitStack() as stack:
             stack.enter_context(groups_aside())
+            stack.enter_context(_without_loggers(self.session))
             stack.enter_context(self.session.records.assuming_length())
             # Training finds the generators as the user left them.
             stack.enter_context(RandomStream(0).entered())

@@ -15,7 +15,7 @@ from ..launch import launch_function
 from ..memory.formulas import LAYOUTS
 from ..memory.memory_plan import MemoryPlan
 from .model_measurements import first_batch, is_small, summary_of
-from .rehearsals import Rehearsals, by_formulas, refusal_of, row_of
+from .rehearsals import Rehearsals, by_formulas, row_of
 
 if TYPE_CHECKING:
     from ..parallel.resources import Resources
@@ -50,22 +50,26 @@ def _planned(
 ) -> MemoryPlan:
     rehearsals = Rehearsals(session, request, machines, lambda: first_batch(session, request)[0])
     if given == "auto":
-        return confirmed(rehearsals, plan)
+        return confirmed(rehearsals, plan, is_small(request.module, machines, plan.memory))
     plan, found = rehearsals.tried(plan, given)
     return plan if found is None else _with_degrees_that_fit(rehearsals, plan, found)
 
 
-def confirmed(rehearsals: Rehearsals, plan: MemoryPlan) -> MemoryPlan:
+def confirmed(rehearsals: Rehearsals, plan: MemoryPlan, only_fastest: bool = False) -> MemoryPlan:
     """Return a plan in which ``strategy="auto"`` has chosen: the first strategy whose rehearsed step fits.
 
     Those that fit by formulas come first. With degrees, which formulas count only in part, it is the fastest.
+
+    Args:
+        rehearsals: the step.
+        plan: the plan by formulas.
+        only_fastest: try the fastest strategy alone, which a fit of a small model takes without a rehearsal.
     """
     names = [name for name in plan.candidates if name not in LAYOUTS or plan[name].refusal is None]
+    if only_fastest:
+        names = list(plan.candidates[:1])
     if not plan.degrees.used:
         names.sort(key=lambda name: not plan[name].fits)
-    if is_small(rehearsals.request.module, rehearsals.machines, plan.memory):
-        # A fit takes it without a rehearsal.
-        names = list(plan.candidates[:1])
     found = None
     for name in names:
         plan, rehearsed = rehearsals.tried(plan, name)
@@ -95,7 +99,7 @@ def _fitting(rehearsals: Rehearsals, plan: MemoryPlan, own: Rehearsed) -> Iterat
         if (left := end - time.monotonic()) <= 0 or found == _MOST_FOUND:
             return
         others = replace(machines, degrees=degrees)
-        if refusal_of(name, others, part.module, 1, part.clipping) is not None:
+        if rehearsals.refusal_of(name, others) is not None:
             continue
         try:
             each = rehearsals.run(STRATEGIES.load(name)().with_degrees(degrees), part, left)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,13 @@ from long_sequences import LongModel, by_hand, loader
 from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from phalanx import Trainer
 from phalanx.framework.memory.available_memory import Memory
 from phalanx.framework.memory.memory_plan import MemoryPlan
 from phalanx.framework.trainer import auto_strategy, rehearsals, rehearsed_plan
+from phalanx.loggers import CSVLogger
 
 CLIP, STEPS, ROWS, USABLE = 0.3, 2, 4, 0.9
 """A micro-batch has ``ROWS`` sequences; this part of the memory may be used."""
@@ -208,3 +211,49 @@ def test_a_module_that_cannot_be_rehearsed_is_decided_by_formulas(kind: type[Lon
 def briefly_rehearsed(usable: list[int], kind: type[LongModel]) -> Fitted:
     with mock.patch.object(rehearsals, "_MOST_SECONDS", 3.0 if kind is Waits else 60.0):
         return fitted(2, usable, kind=kind)
+
+
+class Awkward(LongModel):
+    """Makes a group of ranks, takes its batch apart, and sends values to its logger by itself."""
+
+    def configure_model(self) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.new_group([0, 1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch["tokens"], batch.pop("targets")
+        loss = self.loss((tokens, targets, torch.arange(tokens.shape[1])))
+        logger = self.logger
+        if logger is not None:
+            logger.log_metrics({"own": float(loss)}, step=self.global_step)
+        return loss
+
+    def cut_sequences(self, batch: Any, part: Any) -> Any:
+        return batch
+
+    def batch_weight(self, batch: Any) -> int | Tensor:
+        return len(batch["tokens"])
+
+
+def awkward(usable: int, folder: str) -> tuple[str, str, int]:
+    """Return the strategy of a fit, what it has said, and the number of values that its logger got in one step."""
+    trainer: Any = made(2, None, max_steps=1, default_root_dir=folder, logger=CSVLogger())
+    said: list[str] = []
+    trainer.note = said.append
+    dictionaries: Any = [
+        {"tokens": tokens, "targets": targets} for tokens, targets in (next(iter(loader(ROWS))),) for _ in range(4)
+    ]
+    memory = Memory(int(usable / USABLE), int(usable / USABLE))
+    with mock.patch.object(auto_strategy, "available_memory", return_value=memory):
+        trainer.fit(Awkward(), DataLoader(dictionaries, batch_size=None))
+    path = Path(trainer.logger.log_dir) / "metrics.csv"
+    values = path.read_text().count("\n") - 1 if trainer.global_rank == 0 else 0
+    return trainer.strategy.name, "\n".join(said), values
+
+
+def test_a_rehearsed_step_leaves_no_trace(tmp_path: Path) -> None:
+    results = run_on_ranks(2, awkward, 160_000, str(tmp_path), timeout=60.0)
+    for _, said, _ in results:
+        assert "rehearsed" in said
+        assert "could not be rehearsed" not in said
+    assert results[0][2] == 1
