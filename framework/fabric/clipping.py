@@ -84,7 +84,9 @@ class Clipping:
     ) -> Tensor | None:
         if optimizer.waits:
             return None
-        optimizer.prepare()
+        if not optimizer.prepare():
+            # Nothing was reduced, so there is no norm, and no update follows.
+            return None if value is not None else torch.zeros((), device=optimizer.engine.strategy.world.device)
         engine, parameters = optimizer.engine, parameters_of(optimizer.optimizer)
         gradients = engine.strategy.gradients
         engine.updater.unscale(optimizer.optimizer)

@@ -57,9 +57,13 @@ class GradientWindow:
         self._launched = False
         self._mean: float | None = None
         self._taken: set[Hashable] = set()
+        self._is_used = False
+        """Whether an optimizer has used the gradients of this window, or dropped them after its end."""
         self._closed = False
         self._is_whole = False
         self._is_even = True
+        self._adds = False
+        """Whether no optimizer has used or dropped the gradients of a window before, to which this one adds."""
 
     def set_schedule(self, schedule: AccumulationSchedule) -> None:
         """Set the number of micro-batches per window, from the next micro-batch on."""
@@ -81,8 +85,10 @@ class GradientWindow:
             if self._launched and self._mean is None:
                 # No optimizer stepped, but the reduction was launched: all ranks must read it before the next one.
                 self._read()
+            adds = not self._is_used and (self._adds or bool(self._mean))
             self.steps += 1
             self._begin()
+            self._adds = adds
 
     def enter_whole(self, weights: Sequence[float]) -> bool:
         """Begin a window of which all micro-batches are known, by their weights. Collective.
@@ -100,6 +106,11 @@ class GradientWindow:
             raise ConfigurationError(
                 "forward_backward was called before a window of accumulate has ended, whose gradients are not reduced: "
                 "finish it, or pass all of its micro-batches to forward_backward."
+            )
+        if self._closed and self._backwards and not self._is_used:
+            raise ConfigurationError(
+                "forward_backward was called after a window of accumulate whose gradients were not used: call "
+                "optimizer.step() or zero_grad() first, or pass all of its micro-batches to forward_backward."
             )
         self._renew()
         self._is_whole, self._count, self._total = True, len(weights), math.fsum(weights)
@@ -177,15 +188,16 @@ class GradientWindow:
         if key in self._taken:
             return None
         self._taken.add(key)
+        self._is_used = True
         mean = self._read()
         if self._is_whole:
-            return 1.0 if mean else 0.0
+            return 0.0 if self.is_empty else 1.0
         return self._window_divisor / mean if mean else 0.0
 
     @property
     def is_empty(self) -> bool:
         """Whether the sum of all weights is 0, so that there is no update. Valid after ``take_factor``."""
-        return self._mean == 0.0
+        return self._mean == 0.0 and not (self._is_whole and self._adds)
 
     def retains(self, key: Hashable) -> bool:
         """Return True if ``zero_grad`` must do nothing.
@@ -196,11 +208,30 @@ class GradientWindow:
         Args:
             key: identifies the optimizer.
         """
-        if self._closed or key in self._taken:
+        self.check_step("optimizer.zero_grad()")
+        if self._closed:
+            self._is_used = True
             return False
-        if self._is_whole or not self._backwards:
-            return self._is_whole
+        if key in self._taken or not self._backwards:
+            return False
         return not (self.sync and self._weight is not None)
+
+    def waits(self) -> bool:
+        """Return whether gradients are still being accumulated, so that an optimizer does nothing."""
+        self.check_step("an optimizer's step() or clipping")
+        return not self.sync
+
+    def check_step(self, verb: str) -> None:
+        """Refuse what changes weights or gradients in a step of ``forward_backward``.
+
+        Raises:
+            ConfigurationError: such a step runs.
+        """
+        if self.inside and self._is_whole:
+            raise ConfigurationError(
+                f"{verb} was called in the step of forward_backward, which computes the loss of one micro-batch of "
+                "several: call it after forward_backward."
+            )
 
     def _launch(self) -> None:
         if not self._launched:

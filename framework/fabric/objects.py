@@ -244,7 +244,7 @@ class FabricOptimizer(Proxy):
     @property
     def waits(self) -> bool:
         """Whether gradients are still being accumulated."""
-        return self.engine.window is not None and not self.engine.window.sync
+        return self.engine.window is not None and self.engine.window.waits()
 
     def prepare(self) -> bool:
         """Scale gradients to those of the weighted mean, once for each window. Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -82,6 +83,40 @@ def check_part(parts: int, part: SequencePart, weight: Any, argument: str) -> No
         )
 
 
+def check_micro_batches(step: Any, micro_batches: Any) -> list[Any]:
+    """Return the micro-batches of a window in a list.
+
+    Raises:
+        ConfigurationError: ``step`` is not a function, or ``micro_batches`` are one batch and not several.
+    """
+    if not callable(step):
+        raise ConfigurationError(
+            f"forward_backward was given {a_type(step)} as its step: give a function of a micro-batch that returns the "
+            "loss, and then the list of micro-batches."
+        )
+    if isinstance(micro_batches, (Tensor, Mapping, str)) or not isinstance(micro_batches, Iterable):
+        raise ConfigurationError(
+            f"forward_backward was given {a_type(micro_batches)} as the micro-batches of a window: give a list of "
+            "them, such as one that fabric.windows yields, or [batch] for one."
+        )
+    return list(micro_batches)
+
+
+def weights_in(weights: Any) -> list[float]:
+    """Return the weights of micro-batches as numbers.
+
+    Raises:
+        ConfigurationError: they are not several numbers.
+    """
+    try:
+        return [float(weight) for weight in weights]
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(
+            f"forward_backward was given weights={weights!r}: give a list with a number for each micro-batch, such as "
+            "how many items its loss is the mean over."
+        ) from None
+
+
 def loss_of(output: Any) -> Tensor:
     """Return the loss among the output of a user's step: the output itself, or its item ``"loss"``.
 
@@ -90,7 +125,7 @@ def loss_of(output: Any) -> Tensor:
     """
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
-        given = f"a dict with the keys {sorted(output)}" if isinstance(output, dict) else a_type(output)
+        given = f"a dict with the keys {[*map(str, output)]}" if isinstance(output, dict) else a_type(output)
         raise LoopError(
             f"the step of forward_backward returned {given}: return the loss of the micro-batch, a scalar tensor, and "
             "give a micro-batch that is not to count the weight 0 in weights=."
@@ -99,5 +134,10 @@ def loss_of(output: Any) -> Tensor:
         raise LoopError(
             f"the step of forward_backward returned a loss of shape {tuple(loss.shape)}: return a scalar, such as its "
             "mean()."
+        )
+    if not loss.requires_grad and not loss.is_meta:
+        raise LoopError(
+            "the step of forward_backward returned a loss that was computed without gradients: return it as the module "
+            "has computed it, not detached, and call forward_backward outside of torch.no_grad()."
         )
     return loss

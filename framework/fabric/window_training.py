@@ -25,7 +25,7 @@ from .gradient_window import GradientWindow
 from .objects import Engine
 from .prepared import Prepared
 from .training import Training
-from .window_rules import check_part, loss_of
+from .window_rules import check_micro_batches, check_part, loss_of, weights_in
 
 Step = Callable[[Any], Any]
 
@@ -115,7 +115,7 @@ class WindowTraining:
                 "forward_backward was called inside accumulate or another step of forward_backward: call it outside, "
                 "with all micro-batches of the window."
             )
-        batches = list(micro_batches)
+        batches = check_micro_batches(step, micro_batches)
         shares = self._shares(len(batches), weights)
         engines, window = training.together([] if model is None else [model], "forward_backward")
         engine = prepared.engine_for_backward(model)
@@ -130,7 +130,7 @@ class WindowTraining:
     def _shares(self, count: int, weights: Iterable[float | Tensor] | None) -> list[float]:
         if self._training.parts > 1 and weights is None:
             check_part(self._training.parts, self._prepared.strategy.part, None, "forward_backward(weights=...)")
-        shares = [1.0] * count if weights is None else [float(weight) for weight in weights]
+        shares = [1.0] * count if weights is None else weights_in(weights)
         if len(shares) != count:
             raise ConfigurationError(
                 f"forward_backward was given {counted(count, 'micro-batch')} and {counted(len(shares), 'weight')}: "
@@ -153,7 +153,7 @@ class WindowTraining:
         training, count, losses = self._training, len(batches), list[Tensor]()
         strategy = self._prepared.strategy if engine is None else engine.strategy
         if not is_even:
-            batches = self._filled(engines, batches)
+            batches = self._filled(engines, engine, batches)
         for number, batch in enumerate(batches):
             window.continue_whole(number == len(batches) - 1)
             for each in engines:
@@ -171,8 +171,7 @@ class WindowTraining:
                 losses.append(loss.detach().float().reshape(()))
         if not batches and not is_even:
             # The other ranks reduce gradients in their last backward passes.
-            for each in [each for each in engines if each.optimizers] or engines:
-                each.strategy.zero_backward()
+            self._only(engine).strategy.zero_backward()
         return torch.stack(losses) if losses else torch.zeros(0, device=self._ranks.world.device)
 
     def _checked(self, output: Any) -> Tensor:
@@ -181,11 +180,14 @@ class WindowTraining:
             check_part(training.parts, self._prepared.strategy.part, 1.0, "weights=")
         return loss
 
-    def _filled(self, engines: Sequence[Engine], batches: list[Any]) -> list[Any]:
+    def _filled(self, engines: Sequence[Engine], engine: Engine | None, batches: list[Any]) -> list[Any]:
         """Return as many micro-batches as the rank with the most has, where passes contain collectives. Collective."""
         counts, own, traits = self._counts(len(batches)), len(batches), self._prepared.strategy.traits
         together = traits.forward_has_collectives or traits.backward_has_collectives
         if not together and not any(is_collective(part) for each in engines for part in each.module.modules()):
+            if 0 in counts:
+                # Ranks without a micro-batch join the reductions of this module.
+                self._only(engine)
             return batches
         spare = batches[-1:]
         if 0 in counts:
@@ -219,7 +221,7 @@ class WindowTraining:
         if engine is None:
             raise ConfigurationError(
                 f"strategy={self._prepared.strategy.name!r} with several modules: call forward_backward(..., "
-                "model=...) to say which one the step trains."
+                "model=...) to say which one the step trains, or set up one module that holds them."
             )
         return engine
 
@@ -254,6 +256,8 @@ def _set_aside(parameters: Sequence[Tensor]) -> Generator[None, None, None]:
     before = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, _ in before:
         parameter.grad = None
-    yield
-    for parameter, gradient in before:
-        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

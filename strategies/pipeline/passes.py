@@ -227,8 +227,8 @@ class PipelinePasses(WindowPasses):
 def _left_out() -> LoopError:
     """Return the error for a step that leaves the blocks to the ranks with other parts of the sequences."""
     return LoopError(
-        "training_step returned before it had called the blocks of the model, for a part of sequences whose other "
-        "parts are on other ranks: call the model on every part, and let batch_weight be 0 where a loss must not count."
+        "the step returned before it had called the blocks of the model, for a part of sequences whose other parts are "
+        "on other ranks: call the model on every part, and let its weight be 0 where a loss must not count."
     )
 
 
