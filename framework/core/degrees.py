@@ -60,6 +60,11 @@ class Layout:
         """The number of ranks that read the same data; they are next to one another."""
         return self.cp * self.tp * self.pp
 
+    def place_of(self, rank: int) -> tuple[int, int, int]:
+        """Return the places of a rank along ``tp``, ``cp`` and ``pp``, in which ranks next to one another differ."""
+        layer, rest = rank % self.tp, rank // self.tp
+        return layer, rest % self.cp, rest // self.cp % self.pp
+
     @property
     def data_size(self) -> int:
         """The number of shards of the data."""

@@ -12,10 +12,16 @@ import torch.distributed as dist
 
 from ..core.errors import ConfigurationError
 from ..core.patches import patch
+from .rendezvous import is_initialized
 
 # What torch knows of its groups, by the names of its module's attributes.
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
 _aside: list[None] = []
+
+
+def is_rehearsed() -> bool:
+    """Whether this process plays one of several ranks that are not there, in torch's "fake" group."""
+    return is_initialized() and dist.get_backend() == "fake"
 
 
 def refuse_aside() -> None:

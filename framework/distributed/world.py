@@ -21,7 +21,7 @@ from ..core.errors import ConfigurationError, unknown
 from ..system.environment import environment_placement, own_records, variables_set
 from ..system.launcher_env import Placement
 from .devices import share_cores, take_device
-from .groups_aside import refuse_aside
+from .groups_aside import is_rehearsed, refuse_aside
 from .node_board import share_board
 from .object_frames import FrameSize, all_gather_object, broadcast_object, gather_object
 from .rank_zero import set_rank_zero_functions
@@ -101,7 +101,7 @@ class World:
         self.counts_data = True
         # Whether there is no other process: objects and small numbers of other ranks are taken to be those of this one.
         # True of a single rank, and of one among ranks that are rehearsed, whose group is torch's "fake" one.
-        self.is_alone = place.size == 1 or _is_rehearsed()
+        self.is_alone = place.size == 1 or is_rehearsed()
         self._control: list[dist.ProcessGroup] = []
         self._board: list[Board] = []
         # If ``close`` is never called: when the world is garbage-collected, or at process exit.
@@ -141,7 +141,7 @@ class World:
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             share_cores(place)
             meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
-        if not _is_rehearsed():
+        if not is_rehearsed():
             own_records().record_joined(place.rank)
             set_rank_zero_functions(place.rank)
         return cls(place, device)
@@ -177,11 +177,7 @@ class World:
         """Read the shard of the data that belongs to this rank's place in a layout, or compute a part of it."""
         self.data_rank, self.data_size = self.rank // layout.copies, layout.data_size
         self.identical = layout.copies // layout.cp
-        # In the order of ``framework.core.degrees``: ranks that compute other parts may be between identical ones.
-        layer, part, stage = (
-            self.rank // distance % size
-            for distance, size in ((1, layout.tp), (layout.tp, layout.cp), (layout.tp * layout.cp, layout.pp))
-        )
+        layer, part, stage = layout.place_of(self.rank)
         self.identical_group = self.data_rank * layout.cp + part
         self.counts_data = layer == stage == 0
 
@@ -293,11 +289,6 @@ _REDUCTIONS: dict[str, Any] = (
     if dist.is_available()
     else dict.fromkeys(("sum", "mean", "min", "max"))
 )
-
-
-def _is_rehearsed() -> bool:
-    """Whether this process plays one of several ranks that are not there, in torch's "fake" group."""
-    return is_initialized() and dist.get_backend() == "fake"
 
 
 def _close_board(held: list[Board]) -> None:
