@@ -60,7 +60,7 @@ WORLDS: list[Any] = []
 
 @dataclass
 class Fitted:
-    """What a rank has seen of a fit."""
+    """The strategy, the layout, the notes and the losses of a fit on one rank."""
 
     strategy: str
     layout: str
