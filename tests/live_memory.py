@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable
 from itertools import accumulate
@@ -12,6 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_QUIET = 0.1
+"""Seconds without a change after which gloo's threads are assumed to hold no tensor of a collective that returned."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -42,9 +46,18 @@ class LiveMemory(TorchDispatchMode):
         return returned
 
     def stop(self) -> None:
-        """Count no more. What is held now is ``kept``."""
-        self._update()
+        """Count no more. What is held now is ``kept``.
+
+        A collective returns before the thread of gloo that ran it has released its tensors, so this waits until the
+        number of bytes has not changed for some time.
+        """
         self._is_on = False
+        seen, deadline = -1, 0.0
+        while seen != len(self._changes) or time.monotonic() < deadline:
+            if seen != len(self._changes):
+                seen, deadline = len(self._changes), time.monotonic() + _QUIET
+            time.sleep(_QUIET / 10)
+            self._update()
 
     def begin(self) -> None:
         """Look for the peak from here on."""
