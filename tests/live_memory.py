@@ -48,15 +48,14 @@ class LiveMemory(TorchDispatchMode):
     def stop(self) -> None:
         """Count no more. What is held now is ``kept``.
 
-        A collective returns before the thread of gloo that ran it has released its tensors, so this waits until the
-        number of bytes has not changed for some time.
+        A collective returns before the thread of gloo that ran it has released its tensors, for which it needs the
+        interpreter's lock, so this waits until nothing has been released for some time.
         """
         self._is_on = False
-        seen, deadline = -1, 0.0
-        while seen != len(self._changes) or time.monotonic() < deadline:
-            if seen != len(self._changes):
-                seen, deadline = len(self._changes), time.monotonic() + _QUIET
-            time.sleep(_QUIET / 10)
+        seen = -1
+        while seen != len(self._changes):
+            seen = len(self._changes)
+            time.sleep(_QUIET)
             self._update()
 
     def begin(self) -> None:
