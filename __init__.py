@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from .framework.core.lazy_exports import face
+from .framework.core.package_paths import warn_if_clone_hides_package
 from .framework.launch import exception_hook
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ _ABSENT = {
     "rank_zero_only": "import it from phalanx.compat.lightning.utilities.",
     "utilities": "functions of Lightning's utilities are in phalanx.compat.lightning.utilities.",
 }
+
+warn_if_clone_hides_package()
 
 # An error may be raised before there is a Trainer, and a script with a handler of its own keeps it. What the
 # hook needs is imported when it is called. An interpreter has no script whose exit code could matter.

@@ -86,19 +86,16 @@ def fsdp_by_hand(steps: int, marks: list[float]) -> None:
 def zero2_by_hand(steps: int, marks: list[float]) -> None:
     """Train with DeepSpeed's engine, with the config and the optimizer that phalanx passes to it."""
     import deepspeed
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     from phalanx.framework.core.precision import resolve_precision
     from phalanx.strategies.deepspeed.arguments import resolve_options
     from phalanx.strategies.deepspeed.config import engine_config
-    from phalanx.strategies.deepspeed.ops import load_ops, needed_ops
 
     options = resolve_options(stage=2)
-    load_ops(needed_ops(options, "cpu"))
     model = GPT()
     elements = sum(parameter.numel() for parameter in model.parameters())
     config = engine_config(options, resolve_precision("32-true"), 2, elements)
-    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-3, weight_decay=1e-2, adamw_mode=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     for batch in batches(2 * steps)[dist.get_rank() :: 2]:
         marks.append(time.perf_counter())

@@ -38,8 +38,8 @@ def _new(commands: Any) -> None:
 
 
 def _demo(commands: Any) -> None:
-    text = "train a small network on real data, in less than a minute"
-    details = "It is the project of 'phalanx new classifier'. Needs scikit-learn."
+    text = "train a small language model on real text, in less than a minute"
+    details = "It is a small version of 'phalanx new lm', on the source code of Python's standard library."
     parser = add_command(
         commands, "demo", run_demo, text, "phalanx demo --strategy zero2 --devices 2", details, has_json=False
     )

@@ -17,7 +17,7 @@ _FILES = ("FILE", "SCRIPT", "TARGET", "RUN", "FROM", "OUT", "A", "B", "path", "p
 def print_completion(given: argparse.Namespace) -> int:
     """Print the script of a shell; return the exit code."""
     if find_spec("shtab") is None:
-        raise ConfigurationError("Tab completion is made by shtab, which is not installed: pip install 'phalanx[cli]'.")
+        raise ConfigurationError("Tab completion is made by shtab, which is not installed: pip install 'shtab>=1.7'.")
     # Optional, and needed by this command alone.
     import shtab
 

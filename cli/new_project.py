@@ -56,7 +56,7 @@ def install_command(folder: Path, files: Sequence[str]) -> str | None:
     needed = [
         ("sklearn", "scikit-learn", any("sklearn" in text for text in texts.values())),
         ("pytest", "pytest", any(name.startswith("test_") for name in texts)),
-        ("jsonargparse", "'phalanx[cli]'", any(name.endswith(".yaml") for name in texts)),
+        ("jsonargparse", "'jsonargparse[signatures]>=4.49'", any(name.endswith(".yaml") for name in texts)),
     ]
     missing = [package for module, package, is_needed in needed if is_needed and find_spec(module) is None]
     return f"pip install {' '.join(missing)}" if missing else None

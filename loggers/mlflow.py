@@ -55,7 +55,7 @@ class MLFlowLogger(RemoteLogger):
     """
 
     LIBRARY = "mlflow"
-    EXTRA = "mlflow"
+    REQUIREMENT = "mlflow>=3.5"
 
     def __init__(
         self,

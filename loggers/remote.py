@@ -36,12 +36,12 @@ class RemoteLogger(FileLogger):
     process: they are sent when the run resumes. A resumed run continues the same remote run and records each step once.
 
     Attributes:
-        LIBRARY: the module of the library.
-        EXTRA: the extra of phalanx that installs it; also the name of the logger's files.
+        LIBRARY: the module of the library; also the name of the logger's files.
+        REQUIREMENT: the package to install, with its range of versions.
     """
 
     LIBRARY = ""
-    EXTRA = ""
+    REQUIREMENT = ""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class RemoteLogger(FileLogger):
         # A directory of this name in the working directory has a spec as well, without a file.
         spec = find_spec(self.LIBRARY)
         if spec is None or spec.origin is None:
-            raise ConfigurationError(f"{cls} needs {self.LIBRARY}: pip install 'phalanx[{self.EXTRA}]'.")
+            raise ConfigurationError(f"{cls} needs {self.LIBRARY}: pip install '{self.REQUIREMENT}'.")
         if log_model not in (True, False, "all"):
             raise ConfigurationError(f"{cls}(log_model={log_model!r}): give True, False or 'all'.")
         self._log_model = log_model
@@ -139,14 +139,14 @@ class RemoteLogger(FileLogger):
         outbox = self._current_outbox()
         if self._sender is None:
             directory = self._make_log_dir()
-            store = self._new_store(Identity(directory / f"{self.EXTRA}.json"))
+            store = self._new_store(Identity(directory / f"{self.LIBRARY}.json"))
             self._sender = Sender(outbox.path, store, self._say, type(self).__name__)
             atexit.register(self._at_exit)
         return outbox
 
     def _current_outbox(self) -> Outbox:
         if self._outbox is None:
-            self._outbox = Outbox(Path(self.log_dir) / f"{self.EXTRA}.jsonl")
+            self._outbox = Outbox(Path(self.log_dir) / f"{self.LIBRARY}.jsonl")
         return self._outbox
 
     def _at_exit(self) -> None:

@@ -40,7 +40,7 @@ class TrackioLogger(RemoteLogger):
     """
 
     LIBRARY = "trackio"
-    EXTRA = "trackio"
+    REQUIREMENT = "trackio>=0.40"
 
     def __init__(
         self,

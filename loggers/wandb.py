@@ -53,7 +53,7 @@ class WandbLogger(RemoteLogger):
     """
 
     LIBRARY = "wandb"
-    EXTRA = "wandb"
+    REQUIREMENT = "wandb>=0.20"
 
     def __init__(
         self,

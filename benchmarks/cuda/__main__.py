@@ -37,10 +37,7 @@ def main() -> int:
         setting = Setting(chosen.device, chosen.tiny, chosen.quick, Path(folder), Budget(chosen.seconds), note)
         judged = chosen.device == "cuda" and not (chosen.tiny or chosen.quick)
         run = Run(setting, chosen.side or list(SIDES), Results(is_judged=judged))
-        try:
-            _measure(run, chosen.only or list(GROUPS), chosen.out)
-        finally:
-            run.end()
+        _measure(run, chosen.only or list(GROUPS), chosen.out)
     print(markdown(run.results, chosen.tiny))
     return 1 if any(bar.passes is False for bar in bars(run.results)) else 0
 
@@ -49,7 +46,6 @@ def _measure(run: Run, names: list[str], out: Path) -> None:
     """Run groups until the time is over, writing the results after each, so that an interrupted run keeps them."""
     run.setting.note("machine")
     run.machine()
-    run.start_ops()
     for name, group in GROUPS.items():
         if name in names:
             if run.setting.budget.left <= 0:

@@ -11,7 +11,7 @@ from .channel import Child, ChildError
 from .cohort import Cohort, Record, Setting
 from .results import Results
 
-_MACHINE_SECONDS, _OPS_SECONDS, _DATA_SECONDS, _SAVES_SECONDS = 60.0, 240.0, 100.0, 150.0
+_MACHINE_SECONDS, _DATA_SECONDS, _SAVES_SECONDS = 60.0, 100.0, 150.0
 # Where the device is the CPU, which has no memory of its own.
 _ROOM_OF_CPU, _ABREAST_OF_CPU = 4, 2
 _MOST_PROCESSES = 12
@@ -29,24 +29,7 @@ class Run:
     setting: Setting
     sides: Sequence[str]
     results: Results = field(default_factory=Results)
-    _ops: Child | None = None
     _cohorts: int = 0
-
-    def start_ops(self) -> None:
-        """Begin to build DeepSpeed's ops in the background, if a side needs them."""
-        if any(ALL_SIDES[side].requires == ("deepspeed",) and not missing(ALL_SIDES[side]) for side in self.sides):
-            self._ops = self._child("ops")
-
-    def wait_for_ops(self) -> None:
-        """Return when DeepSpeed's ops are built, or have failed to."""
-        if self._ops is not None:
-            self._receive("DeepSpeed's ops", self._ops, _OPS_SECONDS, lambda message: None)
-            self._ops = None
-
-    def end(self) -> None:
-        """End what still runs."""
-        if self._ops is not None:
-            self._ops.end()
 
     def machine(self) -> None:
         """Measure the machine."""
@@ -77,7 +60,6 @@ class Run:
         Args:
             title: the name of the size in the results.
         """
-        self.wait_for_ops()
         size = size_of(name, self.setting.tiny, self.setting.quick)
         chosen = [side for side in sides if ALL_SIDES[side].compiles or not compiled]
         absent = {side: libraries for side in chosen if (libraries := missing(ALL_SIDES[side]))}

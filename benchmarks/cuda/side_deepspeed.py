@@ -1,4 +1,4 @@
-"""DeepSpeed's engine driven by hand, with the config, the ops and the optimizer that phalanx gives it."""
+"""DeepSpeed's engine driven by hand, with the config and the optimizer that phalanx gives it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch.distributed as dist
 
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies.deepspeed.arguments import resolve_options
-from phalanx.strategies.deepspeed.build import ensure_ops
 from phalanx.strategies.deepspeed.config import engine_config
-from phalanx.strategies.deepspeed.ops import load_ops, needed_ops
 from phalanx.strategies.deepspeed.optimizer import engine_optimizer
 
 from .job import Job
@@ -28,14 +26,11 @@ def fit(job: Job) -> None:
     join_alone(job.device)
     deepspeed: Any = import_module("deepspeed")
     options = resolve_options(stage=int(job.strategy[-1]))
-    ops = needed_ops(options, job.device.type)
-    ensure_ops(ops, print, job.device.type)
-    load_ops(ops, job.device.type)
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     model = build(job.size, job.device)
     if job.compiled:
         compile_blocks(model)
-    optimizer = engine_optimizer(optimizer_of(model, job.size), options, job.device.type)
+    optimizer = engine_optimizer(optimizer_of(model, job.size), options)
     elements = sum(parameter.numel() for parameter in model.parameters())
     largest = max(parameter.numel() for parameter in model.parameters())
     config = engine_config(options, resolve_precision("bf16-mixed"), 1, elements, largest)

@@ -26,9 +26,7 @@ def migrate_files(given: argparse.Namespace) -> int:
         ConfigurationError: libcst is not installed, or a path does not exist.
     """
     if find_spec("libcst") is None:
-        raise ConfigurationError(
-            "phalanx migrate needs libcst, which is not installed: pip install 'phalanx[migrate]'."
-        )
+        raise ConfigurationError("phalanx migrate needs libcst, which is not installed: pip install 'libcst>=1.5'.")
     found = [migrated(path) for path in files_below(given.files)]
     code = _DATA_ERROR if any(each.error for each in found) else 0
     if given.write and not write_changed(found):

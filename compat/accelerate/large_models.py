@@ -27,5 +27,5 @@ try:
     )
 except ModuleNotFoundError as error:
     raise ConfigurationError(
-        f"Loading and offloading of large models needs {error.name}: pip install 'phalanx[hf]'."
+        f"Loading and offloading of large models needs {error.name}: pip install 'accelerate>=1.15'."
     ) from None

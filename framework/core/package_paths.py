@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from pathlib import Path
 
 PACKAGE_ROOT = Path(__file__).absolute().parents[2]
@@ -17,3 +20,24 @@ def folder_of(room: str) -> str:
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     return f"{folder}/"
+
+
+def warn_if_clone_hides_package() -> None:
+    """Warn if this is a clone that Python found before the installed package.
+
+    The root of the repository is the package, so a program beside a clone called ``phalanx`` imports the clone.
+    """
+    if not (PACKAGE_ROOT / "pyproject.toml").is_file():
+        return
+    parent = os.path.realpath(PACKAGE_ROOT.parent)
+    if parent not in map(os.path.realpath, sys.path):
+        # An editable installation: Python was told to use the clone.
+        return
+    for folder in map(Path, sys.path):
+        if (folder / PACKAGE_ROOT.name / "py.typed").is_file() and os.path.realpath(folder) != parent:
+            warnings.warn(
+                f"phalanx was imported from the clone {str(PACKAGE_ROOT)!r}, which hides the package installed in "
+                f"{str(folder)!r}: rename the folder of the clone, or start the program in another folder.",
+                stacklevel=3,
+            )
+            return

@@ -91,7 +91,7 @@ def _peft_model(module: nn.Module) -> tuple[str, Any]:
     try:
         from peft import PeftModel
     except ImportError:
-        raise ConfigurationError("save_adapter needs peft: pip install 'phalanx[hf]'.") from None
+        raise ConfigurationError("save_adapter needs peft: pip install 'peft>=0.18'.") from None
 
     canonical = canonical_names(module)
     found = [(canonical(f"{name}.") if name else "", part) for name, part in _outermost(module, PeftModel)]

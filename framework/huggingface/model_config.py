@@ -43,7 +43,7 @@ def transformers_library() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigurationError("phalanx.hf needs transformers: pip install 'phalanx[hf]'.") from None
+        raise ConfigurationError("phalanx.hf needs transformers: pip install 'transformers>=5'.") from None
     return transformers
 
 

@@ -54,8 +54,6 @@ class Op:
 
 OPS = {
     "cpu_adam": Op("CPUAdamBuilder", "Adam on the CPU", 35),
-    "fused_adam": Op("FusedAdamBuilder", "Adam in one pass", 35),
-    "deepspeed_shm_comm": Op("ShareMemCommBuilder", "reductions through shared memory", 20),
     "pin_memory": Op("PinMemoryBuilder", "memory that is locked in place", 20),
     "async_io": Op("AsyncIOBuilder", "reading and writing the disk", 110),
 }

@@ -53,6 +53,7 @@ def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
         with library_environment(DS_ACCELERATOR=device_type), quiet_import():
             from deepspeed import init_distributed
             from deepspeed.accelerator import get_accelerator
+            from deepspeed.ops import __compatible_ops__ as compatible_ops
 
             if (chosen := get_accelerator().device_name()) != device_type:
                 raise ConfigurationError(
@@ -60,6 +61,8 @@ def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
                     f"run uses {device_type!r}: set DS_ACCELERATOR={device_type} before the import, or leave it out."
                 )
             load_ops(ops, device_type)
+            # Reductions through shared memory serve DeepSpeed's inference alone, and would be compiled here.
+            compatible_ops["deepspeed_shm_comm"] = False
             # DeepSpeed's own detection of a launcher is for processes without a process group.
             init_distributed(dist_init_required=False, verbose=False)
         yield

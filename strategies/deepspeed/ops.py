@@ -19,19 +19,12 @@ from ...framework.core.errors import ConfigurationError
 from .arguments import ZeroOptions
 from .build import OPS, ensure_ops, is_built, missing_ops, op_folder
 from .config import check_settings
-from .toolchain import check_toolchain, has_cuda_compiler, require_deepspeed
+from .toolchain import check_toolchain, require_deepspeed
 
 
-def needed_ops(options: ZeroOptions, device_type: str) -> list[str]:
+def needed_ops(options: ZeroOptions) -> list[str]:
     """Return the ops that a run with these options loads, in the order of loading."""
-    ops = []
-    if options.offload_optimizer is not None:
-        ops.append("cpu_adam")
-    elif device_type == "cpu" or has_cuda_compiler():
-        # Without a compiler for torch's CUDA, torch's own fused Adam does the same work, and nothing has to be built.
-        ops.append("fused_adam")
-    if device_type == "cpu" and sys.platform == "linux":
-        ops.append("deepspeed_shm_comm")
+    ops = [] if options.offload_optimizer is None else ["cpu_adam"]
     if options.uses_nvme:
         # The second resolves symbols of the first as it is loaded.
         ops += ["pin_memory", "async_io"]
@@ -47,7 +40,7 @@ def check_ops(options: ZeroOptions, device_type: str, strategy: str) -> None:
     """
     require_deepspeed(strategy)
     check_settings(options, device_type)
-    check_toolchain(missing_ops(needed_ops(options, device_type), device_type), device_type)
+    check_toolchain(missing_ops(needed_ops(options), device_type), device_type)
 
 
 def load_ops(names: Iterable[str], device_type: str = "cpu") -> None:

@@ -23,7 +23,6 @@ from ...framework.core.quantized_state import quantizes
 from ...framework.core.split_optimizer import Split, kind_of, optimizers_in
 from ..limits import updates_all_parameters, updates_full_parameters
 from .arguments import ZeroOptions
-from .ops import needed_ops
 
 _log = logging.getLogger(__name__)
 
@@ -92,11 +91,11 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOp
         )
 
 
-def engine_optimizer(optimizer: Optimizer, options: ZeroOptions, device_type: str) -> Optimizer:
+def engine_optimizer(optimizer: Optimizer, options: ZeroOptions) -> Optimizer:
     """Return the optimizer that the engine gets, over the parameters that it trains.
 
-    ``torch.optim.Adam`` and ``AdamW`` become DeepSpeed's fused form, or its CPU form where state lives on the CPU; any
-    other optimizer, and an Adam with options that those lack, is a copy of the user's optimizer.
+    ``torch.optim.Adam`` and ``AdamW`` step in torch's fused form, or in DeepSpeed's CPU form where state is offloaded;
+    any other optimizer, and an Adam with options that those lack, is a copy of the user's optimizer.
 
     Raises:
         ConfigurationError: see ``check_optimizer``.
@@ -107,23 +106,28 @@ def engine_optimizer(optimizer: Optimizer, options: ZeroOptions, device_type: st
     kind = _adam_kind(optimizer)
     if kind is None:
         return _copy_of(optimizer, groups)
+    if not on_cpu and not hasattr(optimizer, "adam_w_mode"):
+        # One pass over the flat tensors, as DeepSpeed's FusedAdam makes, without anything to compile.
+        is_fused = not any(group.get("differentiable") for group in optimizer.param_groups)
+        form = {"fused": True, "foreach": False} if is_fused else {}
+        return _copy_of(optimizer, [({**group, **form}, params) for group, params in groups])
     lacking = [name for name in _TORCH_ONLY if any(group.get(name) for group in optimizer.param_groups)]
     decoupled = {_is_decoupled(optimizer, group) for group, _ in groups}
     if len(decoupled) > 1:
         lacking.append("different decoupled_weight_decay")
-    form = "DeepSpeedCPUAdam" if on_cpu else "FusedAdam"
-    if not lacking and not on_cpu and "fused_adam" not in needed_ops(options, device_type):
-        _log.info("DeepSpeed: torch.optim.%s steps in torch's own fused form, as FusedAdam cannot be built here.", kind)
-        return _copy_of(optimizer, [({**group, "fused": True, "foreach": False}, params) for group, params in groups])
     if lacking:
-        _log.info("DeepSpeed: torch.optim.%s stays, as %s has no %s.", kind, form, ", ".join(lacking))
+        _log.info("DeepSpeed: torch.optim.%s stays, as DeepSpeedCPUAdam has no %s.", kind, ", ".join(lacking))
         return _copy_of(optimizer, groups)
-    mode = "AdamW" if decoupled == {True} else "Adam"
-    _log.info("DeepSpeed: %s in %s mode steps in the place of torch.optim.%s.", form, mode, kind)
     own = [{"params": params, **_adam_hyperparameters(group)} for group, params in groups]
-    made = _deepspeed_adam(own, on_cpu, mode == "AdamW")
-    if on_cpu or device_type == "cpu":
-        made.register_step_pre_hook(partial(_forget_powers, torch.empty(0)))
+    if not on_cpu:
+        return (torch.optim.AdamW if decoupled == {True} else torch.optim.Adam)(own, fused=True)
+    mode = "AdamW" if decoupled == {True} else "Adam"
+    _log.info("DeepSpeed: DeepSpeedCPUAdam in %s mode steps in the place of torch.optim.%s.", mode, kind)
+    with _processor_unasked():
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        made: Optimizer = DeepSpeedCPUAdam(own, adamw_mode=mode == "AdamW")
+    made.register_step_pre_hook(partial(_forget_powers, torch.empty(0)))
     return made
 
 
@@ -145,19 +149,6 @@ def _adam_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: plain(group[key]) for key in _ADAM_KEYS}
 
 
-def _deepspeed_adam(groups: list[dict[str, Any]], on_cpu: bool, decoupled: bool) -> Optimizer:
-    if on_cpu:
-        with _processor_unasked():
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            made: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled)
-        return made
-    from deepspeed.ops.adam import FusedAdam
-
-    made = FusedAdam(groups, adam_w_mode=decoupled)
-    return made
-
-
 def _forget_powers(nothing: Tensor, optimizer: Any, *_: Any) -> None:
     """Reset the cached powers of the betas in DeepSpeed's CPU Adam.
 
@@ -165,12 +156,7 @@ def _forget_powers(nothing: Tensor, optimizer: Any, *_: Any) -> None:
     last bit. A resumed run, whose process has no cache, would then differ from the uninterrupted run. A step with other
     betas, on tensors without elements, clears the cache.
     """
-    tensors = [nothing] * 4
-    if hasattr(optimizer, "ds_opt_adam"):
-        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *tensors)
-    else:
-        lists = [[one] for one in tensors]
-        optimizer.multi_tensor_adam(1, nothing, lists, 0.0, 0.0, 0.0, 1.0, 1, int(optimizer.adam_w_mode), 1, 0.0)
+    optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *[nothing] * 4)
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ class EngineSession:
     @property
     def _ops(self) -> list[str]:
         """The names of the ops that this rank needs; ``backend`` loads them before DeepSpeed can compile them."""
-        return needed_ops(self._options, self._world.device.type)
+        return needed_ops(self._options)
 
     @property
     def _compute_dtype(self) -> torch.dtype | None:
@@ -144,7 +144,7 @@ class EngineSession:
         self._adapter = OutputAdapter(module)
         with backend(self._world, self._ops):
             use_local_device(self._world)
-            inner = engine_optimizer(optimizers[0], self._options, self._world.device.type) if optimizers else None
+            inner = engine_optimizer(optimizers[0], self._options) if optimizers else None
             self._engine = start_engine(self._adapter, inner, config)
         if self._options.stage == 3:
             self._adapter.hook_tensors(getattr(self._engine.optimizer, "parameter_offload", self._engine.optimizer))

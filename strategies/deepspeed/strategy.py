@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class DeepSpeedStrategy(Strategy):
     """Trains through DeepSpeed's engine with ZeRO stage 1, 2 or 3; see ``ZeroArguments`` for the arguments.
 
-    ``torch.optim.Adam`` and ``AdamW`` step in DeepSpeed's fused form, or in its CPU form if their state is on the CPU.
+    ``torch.optim.Adam`` and ``AdamW`` step in torch's fused form, or in DeepSpeed's CPU form if state is offloaded.
     Parameters unused in a window have a gradient of zero, as flat updates cannot leave them out.
 
     Raises:
@@ -109,7 +109,7 @@ class DeepSpeedStrategy(Strategy):
         path = self.options.nvme_path if self.options.uses_nvme else None
         if path is not None and is_in_memory(path):
             _print_note(f"nvme_path={str(path)!r} lies in memory, so offloading saves none: choose a folder on a disk.")
-        ensure_ops(needed_ops(self.options, device_type), _print_note, device_type)
+        ensure_ops(needed_ops(self.options), _print_note, device_type)
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
         """Join the process group; a single process creates one too, as the engine requires it. Collective."""

@@ -8,11 +8,8 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import torch
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.system.environment import build_tools, library_environment
@@ -104,27 +101,6 @@ def cuda_home() -> str | None:
     from torch.utils import cpp_extension
 
     return cpp_extension.CUDA_HOME
-
-
-def has_cuda_compiler() -> bool:
-    """Whether there is a CUDA compiler of the version that torch was built with; DeepSpeed refuses any other."""
-    home = cuda_home()
-    return home is not None and torch.version.cuda is not None and _release(home) == _numbers(torch.version.cuda)
-
-
-@lru_cache(maxsize=1)
-def _release(home: str) -> tuple[int, ...]:
-    """Return the major and the minor version of the compiler in a toolkit's folder; empty if there is none."""
-    try:
-        command = [str(Path(home, "bin", "nvcc")), "--version"]
-        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return _numbers(output.partition("release ")[2])
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _compiles(compiler: str, flags: list[str]) -> bool:

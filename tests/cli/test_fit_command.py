@@ -306,4 +306,5 @@ def test_jsonargparse_is_imported_for_configurations_only(project: Path) -> None
             [sys.executable, "-c", f"{program}sys.exit(main({arguments!r}))"], project, {"PYTHONPATH": str(project)}
         )
         assert done.returncode == expected, done.stdout
-    assert done.stdout == "phalanx: A configuration needs jsonargparse: pip install 'phalanx[cli]'.\n"
+    assert len(done.stdout.splitlines()) == 1
+    assert "jsonargparse" in done.stdout

@@ -203,9 +203,8 @@ def test_it_says_which_package_is_missing(tmp_path: Path) -> None:
     code = "import sys; sys.modules['libcst'] = None; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = run_command([sys.executable, "-c", code, "migrate", str(file)], tmp_path)
     assert done.returncode == 78
-    assert done.stdout == (
-        "phalanx: phalanx migrate needs libcst, which is not installed: pip install 'phalanx[migrate]'.\n"
-    )
+    assert len(done.stdout.splitlines()) == 1
+    assert "libcst" in done.stdout
 
 
 def test_the_other_commands_do_not_import_libcst(tmp_path: Path) -> None:

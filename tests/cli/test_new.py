@@ -78,10 +78,18 @@ def test_the_next_commands_are_shown_in_a_terminal_and_as_json(tmp_path: Path) -
     assert (found["schema"], found["path"], found["files"]) == (1, "mine", ["test_train.py", "train.py"])
 
 
+JSONARGPARSE = "'jsonargparse[signatures]>=4.49'"
+
+
 @pytest.mark.parametrize(
     ("kind", "files", "absent", "command"),
     [
-        ("classifier", ["train.py", "config.yaml"], {"sklearn", "jsonargparse"}, "scikit-learn 'phalanx[cli]'"),
+        (
+            "classifier",
+            ["train.py", "config.yaml"],
+            {"sklearn", "jsonargparse"},
+            f"scikit-learn {JSONARGPARSE}",
+        ),
         ("classifier", ["train.py"], {"pytest", "jsonargparse"}, None),
         ("lm", ["train.py", "test_train.py", "config.yaml"], {"sklearn", "pytest"}, "pytest"),
         ("loop", ["train.py", "test_train.py"], set(), None),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command_terminal import Terminal, shown_lines, warm_command
 
-from phalanx.cli import new_project, selftest
+from phalanx.cli import selftest
 from phalanx.cli.main import main
 from phalanx.cli.selftest_model import train_by_hand
 from phalanx.framework.core.errors import RankError
@@ -70,16 +70,12 @@ def test_the_demo_trains_on_two_ranks_and_ends_with_its_report(tmp_path: Path) -
     assert any("report.html" in line for line in lines[-12:])
     assert any("ddp, 2 ranks" in line for line in lines)
     found = json.loads((tmp_path / "phalanx_logs/version_0/report.json").read_text())
-    assert (found["state"], found["epochs"]) == ("finished", 10)
-    assert max(found["curves"]["val/accuracy"]["value"]) > 0.85
+    assert (found["state"], found["epochs"]) == ("finished", 5)
+    # Guessing each of 256 bytes alike has a loss of 5.5.
+    assert min(found["curves"]["train/loss"]["value"]) < 3.0
 
 
-def test_the_demo_answers_what_is_wrong_and_what_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_answers_what_is_wrong(tmp_path: Path) -> None:
     done = warm_command("demo", "--strategy", "dpd", cwd=tmp_path)
     assert (done.returncode, len(done.stdout.splitlines())) == (78, 1)
     assert "Did you mean 'ddp'?" in done.stdout
-    monkeypatch.setattr(new_project, "find_spec", lambda name: None)
-    assert main(["demo"]) == 78
-    assert capsys.readouterr().err.endswith("which is not installed: pip install scikit-learn.\n")

@@ -40,7 +40,7 @@ GROUPS = [
     ("deepspeed", "deepspeed and not alone", True, 0.5),
     ("alone", "alone", False, 1.0),
 ]
-OPS = {"cuda": ["fused_adam", "cpu_adam", "pin_memory", "async_io"], "cpu": ["fused_adam", "deepspeed_shm_comm"]}
+OPS = {"cuda": ["cpu_adam", "pin_memory", "async_io"], "cpu": ["cpu_adam"]}
 BUILD = """
 import sys
 from phalanx.strategies.deepspeed.build import ensure_ops
