@@ -1,4 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each works first on a fresh clone, whatever its folder is called.
+# Before a merge, `make check` runs all tests.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,16 +9,20 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The environment holds absolute paths, so its stamps carry the folder's name: a renamed clone installs anew.
 HERE := $(subst /,_,$(subst $() ,_,$(CURDIR)))
+DEMO := $(VENV)/demo.$(HERE)
 DEV := $(VENV)/dev.$(HERE)
 BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity pretrained matrix bench bench-cuda kill chaos deadlocks memory faults soak format clean
+.PHONY: help demo test check durations package services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity pretrained matrix bench bench-cuda kill chaos deadlocks memory faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
-	@echo "make test     lint, format, types, tests (JOBS=2 at a time)"
+	@echo "make test     lint, format, types, the quick tests and some of the slow ones: 8 minutes on two cores"
+	@echo "make check    all tests (JOBS=2 at a time): 20 minutes on two cores"
+	@echo "make durations  run all tests, and write which are slow"
+	@echo "make package  build the source distribution and the wheel, and train with them in an empty environment"
 	@echo "make test-versions  run the core of the suite with the oldest and the newest torch (VERSIONS='2.11.0 2.15.0')"
 	@echo "make data-libraries  run the tests of MosaicML streaming, litdata and torchdata in an environment of their own"
 	@echo "make cuda     run the tests on the CUDA devices of this machine, emulated ones without; 10 minutes, no network"
@@ -27,7 +32,7 @@ help:
 	@echo "make lock     write requirements.lock anew, from pyproject.toml and constraints.txt"
 	@echo "make docs     build the site of the documentation in build/site; no network"
 	@echo "make pictures  draw the pictures of the README again, from a run of examples/digits.py"
-	@echo "make ops      build what DeepSpeed compiles, once on a machine: 4 minutes on two cores"
+	@echo "make ops      build what DeepSpeed compiles, once on a machine: 3 minutes on two cores"
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
 	@echo "make bench-cuda  measure on one GPU beside plain torch, Lightning, Accelerate and DeepSpeed: 8 minutes, no network"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
@@ -41,22 +46,35 @@ help:
 	@echo "make faults   plant an exception at every place where a run may fail, and see that it ends within 2 s"
 	@echo "make lint | types | format | clean"
 
-demo: $(DEV)
+demo: $(DEMO)
 	$(PY) examples/digits.py --strategy ddp --devices 2
 
-# Two at a time, on two cores: most tests have ranks that wait for one another half of the time. The type checker runs
-# beside them; what it has to say comes last. Without libaio the tests of NVMe are left out, and the last line says so;
-# with COMPLETE=1 that is an error.
+# The type checker and the compilers of DeepSpeed's Adam and of the emulated devices run beside the tests; what they have
+# to say comes after them. The last line says which tests were left out: see tests/tiers.py. Most tests have ranks, which
+# wait for one another half of the time: more tests at a time than cores take no less time.
 JOBS ?= 2
-test: tools lint ops
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist worksteal
+QUICK := $(VENV)/left-out.txt
+test: tools lint
 	@$(LINKED)
-	@$(CHECK_TYPES) > $(VENV)/types.log 2>&1 & types=$$!; \
-	trap 'kill $$types 2> /dev/null' INT TERM; \
-	$(HAS_LIBAIO) || selected='not nvme'; \
-	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "$$selected" $(ARGS); status=$$?; \
-	wait $$types || status=1; \
+	@rm -f $(QUICK); \
+	$(CHECK_TYPES) > $(VENV)/types.log 2>&1 & types=$$!; \
+	$(COMPILE) > $(VENV)/compilers.log 2>&1 & compilers=$$!; \
+	trap 'kill $$types $$compilers 2> /dev/null' INT TERM; \
+	$(PYTEST) --tier quick --left-out $(QUICK) $(ARGS); status=$$?; \
+	wait $$types || status=1; wait $$compilers || cat $(VENV)/compilers.log; \
 	cat $(VENV)/types.log; \
+	test ! -f $(QUICK) || cat $(QUICK); exit $$status
+COMPILE = { $(PY) -m phalanx.strategies.deepspeed.ops cpu_adam && $(PY) tests/emulated_cuda/emulation_build.py; }
+
+# Without libaio the tests of NVMe are left out, and the last line says so; with COMPLETE=1 that is an error.
+check: tools ops
+	@$(HAS_LIBAIO) || selected='not nvme'; \
+	$(PYTEST) --durations 30 --durations-min 5 -m "$$selected" $(ARGS); status=$$?; \
 	test -z "$$selected" || echo "$(LEFT_OUT)"; exit $$status
+
+durations: tools ops
+	$(PYTEST) --write-durations $(ARGS)
 
 HAS_LIBAIO := ! PYTHON='$(PYTHON)' .ci/tools missing | grep -qx libaio-dev
 LEFT_OUT := Left out: the tests of NVMe offload, as libaio-dev is missing. As root: apt-get install libaio-dev
@@ -112,12 +130,13 @@ wheels:
 audit: $(DEV)
 	$(PY) .ci/audit.py
 
-# Needs the network. uv is in an environment of its own, which is not kept.
-UV := uv==0.13.9
-lock:
-	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
-	$(PYTHON) -m venv "$$folder" && "$$folder/bin/pip" install --quiet --disable-pip-version-check $(UV) && \
-	"$$folder/bin/python" .ci/lock.py "$$folder/bin/uv"
+# Needs the network.
+lock: $(DEV)
+	$(PY) .ci/lock.py $(VENV)/bin/uv
+
+# In an environment of its own, with the Python of PYTHON.
+package:
+	$(PYTHON) .ci/package.py
 
 lint: $(DEV)
 	$(PY) -m ruff check
@@ -141,7 +160,7 @@ docs: $(DEV)
 pictures: $(DEV)
 	$(PY) docs/site/pictures.py
 
-# Before the tests, so that none of them waits for a compiler. Needs g++, Python's headers and, for NVMe, libaio-dev.
+# Needs g++, Python's headers and, for NVMe, libaio-dev.
 ops: $(DEV)
 	@$(HAS_LIBAIO) || without='--without async_io'; \
 	$(PY) -m phalanx.strategies.deepspeed.ops $$without
@@ -197,16 +216,17 @@ format: $(DEV)
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
-# Everything but torch has the hash that requirements.lock records. torch comes from whichever index offers it, as its
-# builds differ; the second command finds all else installed.
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
-$(DEV): pyproject.toml constraints.txt requirements.lock
+# An environment that `make demo` or an older lock has left is completed or replaced.
+SOURCES_OF_ENVIRONMENT := pyproject.toml setup.py constraints.txt requirements.lock
+$(DEMO): $(SOURCES_OF_ENVIRONMENT)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "phalanx needs Python 3.10 or newer; set PYTHON=")'
-	$(PYTHON) -m venv --clear $(VENV)
-	$(INSTALL) --no-deps --require-hashes -r requirements.lock
-	$(INSTALL) -c constraints.txt -e '.[dev]'
+	@$(PYTHON) .ci/install.py --clear $(VENV) examples
+	@touch $@
+
+$(DEV): $(DEMO)
+	@$(PYTHON) .ci/install.py $(VENV) dev
 	@touch $@
 
 $(BENCH): $(DEV)
-	$(INSTALL) -c constraints.txt -e '.[dev,bench]'
+	@$(PYTHON) .ci/install.py $(VENV) dev bench
 	@touch $@

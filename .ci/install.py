@@ -1,6 +1,6 @@
 """Install this clone into a virtual environment, with what some of its extras need.
 
-    python .ci/install.py VENV [EXTRA ...]
+    python .ci/install.py [--clear] VENV [EXTRA ...]
 
 The versions are those of constraints.txt, and the files of each package have a hash in requirements.lock. torch has
 none there, as its builds differ: it comes from whichever index offers it. uv installs, from the same indexes as pip;
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from audit import normalized
@@ -59,46 +59,58 @@ def create(venv: Path) -> None:
         subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", file.name], check=False)
 
 
-def install(venv: Path, project: str) -> int:
-    """Install a project with its dependencies; return the exit code."""
-    tools, python = venv / "uv" / "bin", str(venv / "bin" / "python")
-    pip = [str(tools / "python"), "-m", "pip"]
-    if not (tools / "uv").exists():
+def variables(venv: Path) -> dict[str, str]:
+    """Return the environment in which uv finds packages where pip does."""
+    command = [str(venv / "uv" / "bin" / "python"), "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
+    # What a user set for uv itself comes first.
+    return {**places(listed), **os.environ}
+
+
+def install(venv: Path, requested: Sequence[str]) -> int:
+    """Install distributions with their dependencies.
+
+    Args:
+        requested: arguments of ``pip install``: files, or ``--editable`` and a folder with extras.
+
+    Returns:
+        The exit code.
+    """
+    uv, python = venv / "uv" / "bin" / "uv", str(venv / "bin" / "python")
+    if not uv.exists():
         print("uv cannot be had from the package index: installing with pip, in several minutes ...", flush=True)
-        return _install_by_pip([*pip, "--python", python, "--disable-pip-version-check"], project)
-    listed = subprocess.run([*pip, "config", "list"], stdout=subprocess.PIPE, text=True, check=False).stdout
-    # The index with the newest file of a pinned version may be any of pip's, as for pip.
+        return _install_by_pip(venv, python, requested)
+    # As for pip, any of several indexes may have the pinned version.
     options = ["--python", python, "--index-strategy", "unsafe-best-match", "--no-config"]
     constraints = ["--constraint", str(CONSTRAINTS), "--constraint", str(LOCK)]
-    command = [str(tools / "uv"), "pip", "install", *options, *constraints, "--editable", project]
-    # What a user set for uv itself comes first.
-    return subprocess.run(command, cwd=ROOT, env={**places(listed), **os.environ}, check=False).returncode
+    command = [str(uv), "pip", "install", *options, *constraints, *requested]
+    return subprocess.run(command, cwd=ROOT, env=variables(venv), check=False).returncode
 
 
-def _install_by_pip(pip: list[str], project: str) -> int:
-    """Let pip find out which packages are needed, install those with a hash, and then the project and torch."""
-    resolve = [*pip, "install", "--dry-run", "--ignore-installed", "--quiet", "--constraint", str(CONSTRAINTS)]
+def _install_by_pip(venv: Path, python: str, requested: Sequence[str]) -> int:
+    """Let pip find out which packages are needed, install those with a hash, and then the rest: torch, and this one."""
+    pip = [str(venv / "uv" / "bin" / "python"), "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    pip += ["install", "--quiet", "--constraint", str(CONSTRAINTS)]
     with tempfile.TemporaryDirectory() as folder:
         report, needed = Path(folder, "report.json"), Path(folder, "needed.txt")
-        steps = [[*resolve, "--report", str(report), "--editable", project]]
-        code = subprocess.run(steps[0], cwd=ROOT, check=False).returncode
-        if code:
-            return code
+        resolved = [*pip, "--dry-run", "--ignore-installed", "--report", str(report), *requested]
+        subprocess.run(resolved, cwd=ROOT, check=True)
         names = [package["metadata"]["name"] for package in json.loads(report.read_text())["install"]]
         needed.write_text(locked(names, LOCK.read_text(encoding="utf-8")))
-        hashed = [*pip, "install", "--quiet", "--no-deps", "--require-hashes", "--requirement", str(needed)]
-        rest = [*pip, "install", "--quiet", "--constraint", str(CONSTRAINTS), "--editable", project]
-        return next((code for step in (hashed, rest) if (code := subprocess.run(step, cwd=ROOT).returncode)), 0)
+        hashed = [*pip[:-2], "--no-deps", "--require-hashes", "--requirement", str(needed)]
+        subprocess.run(hashed, cwd=ROOT, check=True)
+    return subprocess.run([*pip, *requested], cwd=ROOT, check=False).returncode
 
 
 def main(arguments: list[str]) -> int:
     """Install; say what is done, and how long it took."""
-    venv, extras = Path(arguments[0]), ",".join(arguments[1:])
-    print(f"Installing phalanx with the extras {extras} into {venv} ...", flush=True)
+    is_new = arguments[0] == "--clear"
+    venv, *extras = arguments[is_new:]
+    print(f"Installing phalanx with the extras {', '.join(extras)} into {venv} ...", flush=True)
     begun = time.monotonic()
-    if not (venv / "uv").exists():
-        create(venv)
-    code = install(venv, f".[{extras}]")
+    if is_new or not Path(venv, "uv").exists():
+        create(Path(venv))
+    code = install(Path(venv), ["--editable", f".[{','.join(extras)}]"])
     if code == 0:
         print(f"Installed in {time.monotonic() - begun:.0f} s.", flush=True)
     return code

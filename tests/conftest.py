@@ -7,10 +7,13 @@ import gc
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,23 @@ import pytest
 import torch.distributed as dist
 from cuda_machine import EMULATED
 from ranks import changed_variables, close_pools, lasting_threads, pool_pids, seed_alike, variables_for
+from tiers import Tiers, needs_compiled_ops
 
 # The folder of multiprocessing goes when the process does; that of torch's compiler also comes with its profiler.
 _CUDA_TESTS = Path(__file__).parent / "cuda"
 _IGNORED_FILES = ("pymp-", "torchinductor_")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of ``tiers``."""
+    parser.addoption("--tier", choices=("quick", "all"), default="all", help="which tests to run: see tests/tiers.py")
+    parser.addoption("--write-durations", action="store_true", help="write how long the slow functions take")
+    parser.addoption("--left-out", metavar="FILE", help="where to write what the tier leaves out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run the tier that was asked for."""
+    config.pluginmanager.register(Tiers(config))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -47,15 +63,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.nvme)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the emulation of CUDA before the first test, whose time limit a compiler could exceed on a busy machine."""
-    is_used = any(map(_is_emulated, session.items)) and not session.config.option.collectonly
-    if is_used and EMULATED:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Compile what a test needs before its time limit begins, which a compiler could exceed on a busy machine."""
+    if EMULATED and _is_emulated(item):
         variables_for("cuda")
+    if needs_compiled_ops(item.nodeid):
+        _build_ops()
+    return (yield)
 
 
 def _is_emulated(item: pytest.Item) -> bool:
     return item.path.parent.name == "emulated_cuda"
+
+
+@cache
+def _build_ops() -> None:
+    """Build DeepSpeed's Adam for the CPU, or wait for the process that does. A test says what is wrong with it."""
+    subprocess.run([sys.executable, "-m", "phalanx.strategies.deepspeed.ops", "cpu_adam"], check=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
