@@ -29,18 +29,16 @@ def example(readme: str) -> str:
     return found.group(1)
 
 
-def files_of_clone() -> set[str]:
-    """Return what git does not track in the clone, ignored files included."""
-    command = ["git", "status", "--porcelain", "--ignored", "--untracked-files=all"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return {line for line in listed.splitlines() if "__pycache__" not in line}
+def left_by_builds() -> set[Path]:
+    """Return what builds have left in the clone."""
+    return {path for path in (ROOT / "build", *ROOT.glob("*.egg-info")) if path.exists()}
 
 
 def built(venv: Path, out: Path) -> Path:
     """Build both distributions into ``out``; return the wheel."""
     command = [str(venv / "uv" / "bin" / "uv"), "build", "--quiet", "--out-dir", str(out), str(ROOT)]
     subprocess.run(command, cwd=ROOT, env=variables(venv), check=True)
-    return next(out.glob("*.whl"))
+    return max(out.glob("*.whl"), key=lambda wheel: wheel.stat().st_mtime)
 
 
 def trained(venv: Path) -> None:
@@ -60,7 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="default: %(default)s")
     out: Path = parser.parse_args().out
-    before = files_of_clone()
+    before = left_by_builds()
     with tempfile.TemporaryDirectory() as folder:
         venv = Path(folder, "venv")
         create(venv)
@@ -68,9 +66,8 @@ def main() -> int:
         if code := install(venv, [str(wheel)]):
             return code
         trained(venv)
-    left = sorted(line for line in files_of_clone() - before if f" {out.name}/" not in line)
-    if left:
-        print("Building has left in the clone:", *left, sep="\n", file=sys.stderr)
+    if left := left_by_builds() - before:
+        print("Building has left in the clone:", *left, file=sys.stderr)
         return 1
     print(f"Built {wheel.name} and its source distribution in {out}; the README's example trains with it.")
     return 0
