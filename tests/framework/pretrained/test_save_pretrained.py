@@ -59,10 +59,9 @@ def fitted_and_saved(strategy: Any, ranks: int, folder: Path, kinds: tuple[str, 
         ("single", 1, KINDS),
         ("zero3", 1, ("gpt2",)),
         ("ddp", 2, ("gpt2",)),
-        ("fsdp", 2, KINDS),
-        ("zero1", 2, ("gpt2",)),
+        ("fsdp", 2, ("gpt2", "llama")),
         ("zero2", 2, ("bert",)),
-        ("zero3", 2, KINDS),
+        ("zero3", 2, ("gpt2", "llama")),
         ("fsdp", 3, ("bert",)),
     ],
 )
@@ -155,8 +154,10 @@ def test_a_replacement_that_is_interrupted_mixes_no_weights(
         trainer.save_pretrained(folder, max_shard_size=first)
         fill(2.0)
         monkeypatch.setattr(os, "replace", interrupted)
+        is_whole = False
         with contextlib.suppress(StorageError):
             trainer.save_pretrained(folder, max_shard_size=second)
+            is_whole = True
         monkeypatch.setattr(os, "replace", replace)
         try:
             opened = model_class("gpt2").from_pretrained(folder)
@@ -166,6 +167,9 @@ def test_a_replacement_that_is_interrupted_mixes_no_weights(
         values = {float(one) for parameter in opened.parameters() for one in parameter.detach().unique()}
         assert len(values) == 1
         ends.append("old" if values == {1.0} else "new")
+        if is_whole:
+            break
+    assert is_whole
     assert ends[-1] == "new"
     assert ends == sorted(ends, key=["old", "refused", "new"].index)
     assert ("refused" in ends) is (first != second or first == "3KB")
