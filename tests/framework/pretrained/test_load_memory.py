@@ -21,10 +21,12 @@ from ranks import run_on_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader
 
 from phalanx import TrainModule
+from phalanx.framework.parallel.full_tensors import whole_tensors
+from phalanx.framework.state.module_state import model_state
 from phalanx.strategies import FSDPStrategy
 
 WIDTH, LAYERS = 128, 12
@@ -160,3 +162,33 @@ def test_sharding_of_new_weights_takes_the_share_and_three_tensors(strategy: str
     for kept, peak in run_on_ranks(2, counted_without_file, strategy):
         assert abs(kept - TOTAL // 2) < SLACK
         assert peak < TOTAL // 2 + PASSING
+
+
+class Boxes(Stack):
+    """Splits the rows of one layer over ranks and the columns of another, and gathers them when they are loaded."""
+
+    def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:
+        return {
+            "net.0.layer": ColwiseParallel(output_layouts=Replicate()),
+            "net.1.layer": RowwiseParallel(input_layouts=Replicate()),
+        }
+
+    def on_predict_start(self) -> None:
+        state = model_state(self.trainer.strategy, self)
+        self.started = {name: tensor.clone() for name, tensor in whole_tensors(state, self.fabric.world)}
+
+
+def loaded_in_boxes(path: Path, built_on: str) -> dict[str, Tensor]:
+    module = Boxes(path, built_on)
+    strategy = FSDPStrategy(units=Block, tensor_parallel=2)
+    silent_trainer(strategy=strategy, devices=4).predict(module, rows())
+    return module.started
+
+
+@pytest.mark.parametrize("built_on", ["cpu", "meta"])
+def test_layers_that_are_split_and_sharded_are_read_in_boxes(built_on: str, tmp_path: Path) -> None:
+    weights = torch.arange(LAYERS * WIDTH * WIDTH, dtype=torch.float32).view(LAYERS, WIDTH, WIDTH)
+    save_file({f"{number}.layer.weight": weight for number, weight in enumerate(weights)}, tmp_path / "w.safetensors")
+    found = run_on_ranks(4, loaded_in_boxes, tmp_path / "w.safetensors", built_on)[0]
+    assert list(found) == [f"net.{number}.layer.weight" for number in range(LAYERS)]
+    assert torch.equal(torch.stack([*found.values()]), weights)
