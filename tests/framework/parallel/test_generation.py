@@ -50,11 +50,12 @@ class Writer(TrainModule):
         own = range(len(PROMPTS))[self.global_rank :: self.trainer.world_size]
         for way, arguments in WAYS.items():
             turns = range(-(-len(PROMPTS) // self.trainer.world_size))
-            for turn in turns if way == "greedy" or len(turns) == len(PROMPTS) else turns[1:]:
+            for turn in turns if way == "greedy" else turns[1:]:
                 if turn < len(own):
                     torch.manual_seed(own[turn])
                     prompt = torch.tensor([PROMPTS[own[turn]]])
-                    found = self.model.generate(prompt, max_length=POSITIONS, **arguments)
+                    length = POSITIONS if way == "greedy" else 9
+                    found = self.model.generate(prompt, max_length=length, **arguments)
                     self.written[way, own[turn]] = found.tolist()
                 else:
                     assert self.model.generate(torch.empty(0, 1, dtype=torch.long)).shape == (0, 1)
@@ -70,18 +71,18 @@ def written(kind: str, ranks: int, strategy: str) -> tuple[dict[tuple[str, int],
     return module.written, module.passes
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5"])
-def test_each_rank_generates_what_one_process_does(kind: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks", "strategy"), [("gpt2", 3, "fsdp"), ("llama", 2, "zero3"), ("t5", 2, "fsdp"), ("t5", 2, "zero3")]
+)
+def test_each_rank_generates_what_one_process_does(kind: str, ranks: int, strategy: str) -> None:
     expected, _ = written(kind, 1, "single")
     lengths = {len(found[0]) for (way, _), found in expected.items() if way == "greedy"}
     assert len(lengths) > 1, "some texts must end before others"
-    for ranks in (2, 3) if kind == "gpt2" else (2,):
-        answers = run_on_ranks(ranks, written, kind, ranks, strategy)
-        found = {key: text for answer, _ in answers for key, text in answer.items()}
-        assert found == {key: expected[key] for key in found}
-        assert len(found) > len(PROMPTS)
-        assert len({passes for _, passes in answers}) == 1
+    answers = run_on_ranks(ranks, written, kind, ranks, strategy)
+    found = {key: text for answer, _ in answers for key, text in answer.items()}
+    assert found == {key: expected[key] for key in found}
+    assert len(found) > len(PROMPTS)
+    assert len({passes for _, passes in answers}) == 1
 
 
 class Reporter(Callback):
@@ -143,7 +144,7 @@ def learned(ranks: int, strategy: str, between: bool) -> Any:
     return loss, module.texts, reporter.texts, predicted
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_generation_in_steps_and_hooks_of_a_fit_leaves_training_as_it_is(strategy: str) -> None:
     loss, texts, _, predicted = learned(1, "single", between=False)
     answers = run_on_ranks(2, learned, 2, strategy, True)
