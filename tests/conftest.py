@@ -20,11 +20,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from cuda_machine import EMULATED
-from ranks import changed_variables, close_pools, lasting_threads, pool_pids, seed_alike, variables_for
+from ranks import changed_variables, close_pools, lasting_threads, pool_pids, preload, seed_alike, variables_for
 from tiers import Tiers, needs_compiled_ops
 
 # The folder of multiprocessing goes when the process does; that of torch's compiler also comes with its profiler.
 _CUDA_TESTS = Path(__file__).parent / "cuda"
+_MANY_TESTS = 500
 _IGNORED_FILES = ("pymp-", "torchinductor_")
 
 
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
         if any(isinstance(value, str) and "zero3-nvme" in value for value in given):
             item.add_marker(pytest.mark.nvme)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import once what many tests import in each of their processes."""
+    if len(session.items) > _MANY_TESTS:
+        preload(("datasets", "deepspeed", "jsonargparse", "sklearn.datasets", "torchmetrics", "webdataset"))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG = 1
-# What ranks and the scripts that start them use. Not torchmetrics and DeepSpeed, which look at their surroundings as
-# they are imported.
+# What ranks and the scripts that start them use.
 _LIBRARIES = (
     "numpy",
     "torch",
@@ -188,8 +187,14 @@ def _tie_to(parent: int) -> Callable[[], None]:
 
 def serve(line: socket.socket, libraries: Sequence[str]) -> NoReturn:
     """Fork scripts until nobody asks for more."""
-    for name in (*_LIBRARIES, *libraries):
+    for name in _LIBRARIES:
         importlib.import_module(name)
+    variables = dict(os.environ)
+    for name in libraries:
+        _import(name)
+    # Some set variables for the processes that they start.
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
     # What is looked up once would be this process's in each of them.
     tempfile.tempdir = None
     gc.collect()
@@ -212,6 +217,18 @@ def serve(line: socket.socket, libraries: Sequence[str]) -> NoReturn:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+
+
+def _import(library: str) -> None:
+    # Some are not installed with every version of torch. DeepSpeed chooses the type of device as it is imported.
+    with contextlib.suppress(ImportError):
+        if library == "deepspeed":
+            from phalanx.strategies.deepspeed.engine import quiet_import
+
+            os.environ["DS_ACCELERATOR"] = "cpu"
+            with quiet_import():
+                importlib.import_module(library)
+        importlib.import_module(library)
 
 
 def _watch(request: Request, status: int, descriptors: list[int]) -> NoReturn:
