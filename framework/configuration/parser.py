@@ -39,9 +39,7 @@ try:
     )
     from jsonargparse.typing import register_type
 except ImportError as error:
-    raise ConfigurationError(
-        f"A configuration needs {error.name}: pip install 'jsonargparse[signatures]>=4.49'."
-    ) from None
+    raise ConfigurationError(f"Configuring needs {error.name}: pip install 'jsonargparse[signatures]>=4.49'.") from None
 
 _MODE = "phalanx"
 _DESCRIPTION = "Create a model, its data and a Trainer from configuration files and arguments, and run a stage."

@@ -31,7 +31,7 @@ def warn_if_clone_hides_package() -> None:
         return
     parent = os.path.realpath(PACKAGE_ROOT.parent)
     if parent not in map(os.path.realpath, sys.path):
-        # An editable installation: Python was told to use the clone.
+        # An editable installation, which refers to the clone.
         return
     for folder in map(Path, sys.path):
         if (folder / PACKAGE_ROOT.name / "py.typed").is_file() and os.path.realpath(folder) != parent:
