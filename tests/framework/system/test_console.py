@@ -16,7 +16,13 @@ from phalanx.framework.system.console import encodable
 ENCODINGS = ["ascii", "latin-1", "cp1252"]
 
 FIT = """
+import os
 import sys
+
+# A new interpreter does this by itself.
+if (encoding := os.environ["PYTHONIOENCODING"]) != sys.stdout.encoding:
+    sys.stdout, sys.stderr = (open(number, "w", encoding=encoding, closefd=False) for number in (1, 2))
+
 import torch
 from phalanx import Trainer, TrainModule
 from phalanx.callbacks import ProgressBar
@@ -57,9 +63,10 @@ def test_text_is_changed_only_where_the_stream_cannot_encode_it() -> None:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_fit_prints_under_any_encoding(tmp_path: Path, encoding: str) -> None:
-    ranks = "2" if encoding == "ascii" else "1"
+    is_launched = encoding == "ascii"
     root = str(tmp_path / "λ")
-    done = run_script(FIT, ranks, root, "progress_bar", env={"PYTHONIOENCODING": encoding}, is_new=True)
+    environment, ranks = {"PYTHONIOENCODING": encoding}, "2" if is_launched else "1"
+    done = run_script(FIT, ranks, root, "progress_bar", env=environment, is_new=is_launched)
     assert done.returncode == 0, done.stdout
     for part in ("+- phalanx -", r"verlust/\u03b2", r"\u03b4 \u2192", "| trained    "):
         assert part in done.stdout
@@ -68,7 +75,7 @@ def test_a_fit_prints_under_any_encoding(tmp_path: Path, encoding: str) -> None:
 def test_the_live_bar_under_an_encoding_without_its_characters(tmp_path: Path) -> None:
     # So narrow that rich cuts the text.
     environment = {"PYTHONIOENCODING": "ascii", "COLUMNS": "30"}
-    done = run_script(FIT, "1", str(tmp_path), "rich_progress_bar", env=environment, is_new=True)
+    done = run_script(FIT, "1", str(tmp_path), "rich_progress_bar", env=environment)
     assert done.returncode == 0, done.stdout
     assert "+- phalanx -" in done.stdout
 
