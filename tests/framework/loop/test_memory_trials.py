@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from exhausted import FSDP
+from exhausted import FSDP_RECOVERS
 from memory_run import drawn
 from memory_trials import problem_of
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
-@pytest.mark.parametrize("strategy", ["ddp", FSDP, "zero2"])
+# Memory is short in a forward pass, in a backward pass, and in an update.
+@pytest.mark.parametrize(("strategy", "seed"), [("ddp", 3), pytest.param("fsdp", 4, marks=FSDP_RECOVERS), ("zero2", 5)])
 def test_a_fit_continues_with_the_same_losses(strategy: str, seed: int) -> None:
     problem, raised = problem_of(drawn(seed, strategy))
 
