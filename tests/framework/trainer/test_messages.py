@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from ranks import run_command, run_script
+from ranks import run_script
 
 import phalanx
 
+COMMAND = """
+import sys
+from phalanx.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
 ROOT = Path(phalanx.__file__).parent
 MOST_LINES = 6
 WRONG, REFUSED = 78, 65
@@ -174,7 +180,7 @@ def test_a_mistake_is_explained_by_an_interpreter_of_its_own_too(tmp_path: Path)
 def test_a_mistake_on_the_command_line_is_explained_in_a_few_lines(
     arguments: list[str], words: list[str], tmp_path: Path
 ) -> None:
-    done = run_command([sys.executable, "-m", "phalanx", *arguments], tmp_path)
+    done = run_script(COMMAND, *arguments, cwd=tmp_path)
     check(done.stdout, words)
     assert "Traceback" not in done.stdout
     assert done.returncode == WRONG
