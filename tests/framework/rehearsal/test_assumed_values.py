@@ -101,7 +101,7 @@ def test_what_is_chosen_by_unknown_values_is_not_rehearsed() -> None:
     [(8, "ep=4", {"ep"}), (8, "ep=2,tp=2", {"ep"}), (4, "ep=2,cp=2", {"cp", "ep"}), (2, "ep=2,cp=2", {"cp, ep"})],
 )
 def test_the_exchange_of_tokens_has_the_name_of_its_axis(ranks: int, parallel: str, axes: set[str]) -> None:
-    found = rehearsed(LongModel(experts=8), "fsdp", ranks, next(iter(loader(8))), parallel)
+    found = rehearsed(LongModel(experts=8, blocks=1), "fsdp", ranks, next(iter(loader(8))), parallel)
     assert {each.axis for each in found.traffic if each.operation == "all-to-all"} == axes
 
 
@@ -138,7 +138,7 @@ def test_a_plan_rehearses_and_proposes_degrees_for_experts() -> None:
 def test_models_of_transformers_are_rehearsed(implementation: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
-        vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=4,
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ def test_models_of_transformers_are_rehearsed(implementation: str) -> None:
             return torch.optim.AdamW(self.parameters())
 
     tokens = torch.zeros(4, 12, dtype=torch.long)
-    for parallel in (None, "ep=4"):
+    for parallel in (None, "ep=4") if implementation == "eager" else ("ep=4",):
         assert rehearsed(Language(), "fsdp", 4, tokens, parallel).peak.activations > 0
 
 
