@@ -243,7 +243,7 @@ def sharded_gan(arguments: dict[str, Any], least: int) -> tuple[list[Tensor], in
 
 
 @pytest.mark.parametrize("least", [1, 10**9], ids=["each layer", "no units"])
-@pytest.mark.parametrize("arguments", [{}, {"toggles": False}, {"critic_every": 2}, {"clip": 0.01}], ids=str)
+@pytest.mark.parametrize("arguments", [{"toggles": False}, {"critic_every": 2, "clip": 0.01}], ids=str)
 def test_a_sharded_gan_trains_as_in_plain_torch(arguments: dict[str, Any], least: int) -> None:
     expected = {name: value for name, value in arguments.items() if name != "toggles"}
     (weights, steps), _ = run_on_ranks(2, sharded_gan, arguments, least)
@@ -296,8 +296,18 @@ def sharded(strategy: str, kind: str) -> tuple[list[Tensor], int]:
     return [parameter.detach() for parameter in module.nets.generator.parameters()], trainer.global_step
 
 
-@pytest.mark.parametrize("kind", ["accumulating", "sgd"])
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("fsdp", "accumulating"),
+        ("fsdp", "sgd"),
+        ("zero1", "accumulating"),
+        ("zero2", "accumulating"),
+        ("zero2", "sgd"),
+        ("zero3", "accumulating"),
+        ("zero3", "sgd"),
+    ],
+)
 def test_sharded_accumulation_and_closures(strategy: str, kind: str) -> None:
     nets = Networks()
     optimizer = torch.optim.SGD(nets.generator.parameters(), lr=0.1)
