@@ -17,7 +17,7 @@ from phalanx import Callback, hf
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.core.optimizer_config import parameters_of
 
-STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "zero1": 2, "zero2": 3, "zero3": 2}
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 3, "zero3": 2}
 
 
 class SaveAtEnd(Callback):
