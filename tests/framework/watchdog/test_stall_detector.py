@@ -500,12 +500,11 @@ def compute(depth: int = 100) -> None:
         compute(depth - 1)
 
 
+def test_a_rank_that_waits_for_a_slow_one_has_not_stalled() -> None:
+    assert run_on_ranks(2, reported_while_one_is_late, "computes", "fsdp") == ["", ""]
+
+
 # Under fsdp the other waits before its forward pass, as far as the one that is late; under ddp after its backward pass.
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_that_waits_for_a_slow_one_has_not_stalled(strategy: str) -> None:
-    assert run_on_ranks(2, reported_while_one_is_late, "computes", strategy) == ["", ""]
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_among_ranks_that_watch_themselves_the_one_behind_is_reported(strategy: str) -> None:
     waiting, sleeping = run_on_ranks(2, reported_while_one_is_late, "sleeps", strategy)
