@@ -39,7 +39,7 @@ def _new(commands: Any) -> None:
 
 def _demo(commands: Any) -> None:
     text = "train a small language model on real text, in less than a minute"
-    details = "It is a small version of 'phalanx new lm', on the source code of Python's standard library."
+    details = "It is a small version of the project of 'phalanx new lm'."
     parser = add_command(
         commands, "demo", run_demo, text, "phalanx demo --strategy zero2 --devices 2", details, has_json=False
     )
