@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from mixture import GLOBAL_BATCH, PLACES, Mixture, loss_of, mixture, optimizer_of, rows_of, scheduler_of
-from models import silent_trainer
-from ranks import run_on_ranks, run_script
+from models import Regressor, loader, silent_trainer, weights_of
+from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,18 +23,19 @@ from phalanx.strategies import DeepSpeedStrategy
 
 STEPS, CLIP = 8, 0.3
 WINDOWS = (1, 2, 3, 1)
+GRADIENTS = ("embed.weight", "narrow.bias", "scale")
 
 
 class Module(TrainModule):
     """Trains a ``Mixture``; notes losses, norms and a whole gradient."""
 
-    def __init__(self, kind: str = "adamw", gradient_of: str | None = None) -> None:
+    def __init__(self, kind: str = "adamw", gradients_of: Sequence[str] = ()) -> None:
         super().__init__()
         self.net = mixture()
-        self.kind, self.gradient_of = kind, gradient_of
+        self.kind, self.gradients_of = kind, gradients_of
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.gradients: list[Tensor | None] = []
+        self.gradients: list[dict[str, Tensor | None]] = []
         self.predicted: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -49,10 +50,9 @@ class Module(TrainModule):
         return self.net(batch[0]).argmax(-1)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.gradient_of is not None:
-            parameter = dict(self.net.named_parameters())[self.gradient_of]
-            gradient = self.trainer.fabric.full_gradient(parameter)
-            self.gradients.append(None if gradient is None else gradient.clone())
+        parameters = dict(self.net.named_parameters())
+        gradients = {name: self.trainer.fabric.full_gradient(parameters[name]) for name in self.gradients_of}
+        self.gradients.append({name: None if one is None else one.clone() for name, one in gradients.items()})
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -172,7 +172,8 @@ def compare(ranks: int, place: dict[str, Any], kind: str = "adamw", uses_all: bo
 
 @pytest.mark.parametrize("place", PLACES)
 def test_losses_norms_and_weights_equal_plain_torch(place: str) -> None:
-    compare(2, PLACES[place])
+    # Some micro-batches leave parameters unused, whose gradients are zero then.
+    compare(2, PLACES[place], uses_all=False)
 
 
 @pytest.mark.nvme
@@ -182,41 +183,30 @@ def test_a_disk_holds_what_memory_would(tmp_path: Path) -> None:
     assert list((tmp_path / "swap").iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero2-offload"])
+@pytest.mark.parametrize("place", ["zero2", "zero3"])
 def test_three_ranks(place: str) -> None:
     compare(3, PLACES[place])
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_parameters_that_some_micro_batches_leave_unused_have_a_gradient_of_zero(place: str) -> None:
-    compare(2, PLACES[place], uses_all=False)
-
-
-@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero2-offload"])
+@pytest.mark.parametrize("place", ["zero3", "zero2-offload"])
 @pytest.mark.parametrize("kind", ["sgd", "adam", "amsgrad"])
 def test_other_optimizers(place: str, kind: str) -> None:
     compare(2, PLACES[place], kind)
 
 
+def alone() -> list[Tensor]:
+    weights = []
+    for strategy in ("zero1", "zero3", "single", "zero2"):
+        module = Regressor()
+        silent_trainer(strategy=strategy, devices=1, max_steps=5, gradient_clip_val=0.1).fit(module, loader(64, 4))
+        weights.append(weights_of(module))
+    return weights
+
+
 def test_one_process_alone() -> None:
-    # In a process of its own, as the group that DeepSpeed needs stays.
-    source = """
-from models import silent_trainer, Regressor, loader, weights_of
-import torch
-weights = []
-for strategy in ("zero1", "zero3", "single", "zero2"):
-    module = Regressor()
-    silent_trainer(strategy=strategy, devices=1, max_steps=5, gradient_clip_val=0.1).fit(module, loader(64, 4))
-    weights.append(weights_of(module))
-for one in weights[1:]:
-    torch.testing.assert_close(one, weights[0], rtol=1e-4, atol=1e-5)
-print("alike")
-"""
-    done = run_script(
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{source}", timeout=100.0, is_new=True
-    )
-    assert done.returncode == 0, done.stdout
-    assert "alike" in done.stdout
+    (weights,) = run_on_ranks(1, alone)
+    for one in weights[1:]:
+        torch.testing.assert_close(one, weights[0], rtol=1e-4, atol=1e-5)
 
 
 # ---- one thing after the other -----------------------------------------------------------------------------------
@@ -237,7 +227,7 @@ def in_a_row(place: dict[str, Any]) -> tuple[float, float, list[Tensor], list[fl
     return during, float(after["val_loss"]), [row for part in predicted for row in part], module.losses[len(first) :]
 
 
-@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero3-offload"])
+@pytest.mark.parametrize("place", ["zero2", "zero3", "zero3-offload"])
 def test_fit_validate_predict_and_fit_again(place: str) -> None:
     results = run_on_ranks(2, in_a_row, PLACES[place])
     net, rows = mixture(), rows_of(20 * GLOBAL_BATCH)
@@ -284,21 +274,21 @@ def test_a_fit_under_any_strategy_after_one_under_another() -> None:
 # ---- gradients -----------------------------------------------------------------------------------------------------
 
 
-def gradients(place: dict[str, Any], name: str) -> list[Tensor | None]:
-    module = Module(gradient_of=name)
+def gradients(place: dict[str, Any]) -> list[dict[str, Tensor | None]]:
+    module = Module(gradients_of=GRADIENTS)
     trainer_of(2, DeepSpeedStrategy(**place), max_steps=3).fit(module, loader_of(2))
     return module.gradients
 
 
-@pytest.mark.parametrize("name", ["embed.weight", "narrow.bias", "scale"])
 @pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"])
-def test_whole_gradients(place: str, name: str) -> None:
+def test_whole_gradients(place: str) -> None:
     net, rows = mixture(), rows_of(20 * GLOBAL_BATCH)
-    first = loss_of(net, rows[:GLOBAL_BATCH])
-    expected = torch.autograd.grad(first, dict(net.named_parameters())[name])[0]
-    for found in run_on_ranks(2, gradients, PLACES[place], name):
+    parameters = dict(net.named_parameters())
+    expected = torch.autograd.grad(loss_of(net, rows[:GLOBAL_BATCH]), [parameters[name] for name in GRADIENTS])
+    for found in run_on_ranks(2, gradients, PLACES[place]):
         assert len(found) == 3
-        torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-7)
+        for name, gradient in zip(GRADIENTS, expected, strict=True):
+            torch.testing.assert_close(found[0][name], gradient, rtol=1e-5, atol=1e-7)
 
 
 def with_fabric(place: dict[str, Any], window: int, clip: float | None) -> tuple[list[float], list[float], Any]:
@@ -328,8 +318,9 @@ def with_fabric(place: dict[str, Any], window: int, clip: float | None) -> tuple
     return losses, norms, gradient
 
 
-@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero3-offload"])
-@pytest.mark.parametrize("clip", [None, CLIP])
+@pytest.mark.parametrize(
+    ("place", "clip"), [("zero1", CLIP), ("zero2", None), ("zero3", CLIP), ("zero3", None), ("zero3-offload", CLIP)]
+)
 def test_fabric_accumulates(place: str, clip: float | None) -> None:
     net, rows = mixture(), rows_of(7 * GLOBAL_BATCH)
     optimizer = optimizer_of(net)
@@ -440,8 +431,16 @@ def built_inside(place: dict[str, Any], precision: str) -> Any:
     return module.losses, None if module.net.never.is_meta else whole(module.net)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("place", ["zero2", "zero3", "zero3-offload"])
+@pytest.mark.parametrize(
+    ("place", "precision"),
+    [
+        ("zero2", "32-true"),
+        ("zero3", "32-true"),
+        ("zero3-offload", "32-true"),
+        ("zero2", "bf16-mixed"),
+        ("zero3", "bf16-mixed"),
+    ],
+)
 def test_a_model_is_built_from_rank_zero_weights_where_it_is_split(place: str, precision: str) -> None:
     results = run_on_ranks(2, built_inside, PLACES[place], precision)
     torch.manual_seed(11)
@@ -472,7 +471,7 @@ def skips(place: dict[str, Any]) -> tuple[int, Any]:
     return trainer.global_step, None if module.net.never.is_meta else whole(module.net)
 
 
-@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"])
+@pytest.mark.parametrize("place", ["zero2", "zero3", "zero2-offload", "zero3-offload"])
 def test_an_update_that_is_not_finite_is_left_out(place: str) -> None:
     rows = rows_of(20 * GLOBAL_BATCH)
     net = mixture()
@@ -546,8 +545,7 @@ def normalised(strategy: str, shared: bool) -> Any:
     return module.losses, trainer.callback_metrics["val_loss"].item(), layer.running_mean
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("strategy", "shared"), [("zero2", False), ("zero2", True), ("zero3", False), ("zero3", True)])
 def test_running_statistics_stay_exact_beside_low_weights(strategy: str, shared: bool) -> None:
     (losses, evaluated, running), _ = run_on_ranks(2, normalised, strategy, shared)
     (expected, expected_evaluated, expected_running), _ = run_on_ranks(2, normalised, "ddp", shared)
