@@ -121,7 +121,8 @@ class Tiers:
         items[:] = slow + quick
 
     def _note_left_out(self, left: list[pytest.Item]) -> None:
-        if file := self._config.getoption("--left-out"):
+        file = self._config.getoption("--left-out")
+        if file and left:
             functions = {function_of(item.nodeid) for item in left}
             minutes = sum(self._slow.get(function_of(item.nodeid), 0.0) for item in left) / 2 / 60
             text = f"Left out: {len(left)} cases of {len(functions)} slow functions. Run them all: make check"
