@@ -19,8 +19,8 @@ TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
-	@echo "make test     lint, format, types, the quick tests and some of the slow ones: 8 minutes on two cores"
-	@echo "make check    all tests (JOBS=2 at a time): 20 minutes on two cores"
+	@echo "make test     lint, format, types, the quick tests and some of the slow ones"
+	@echo "make check    all tests (JOBS=2 at a time)"
 	@echo "make durations  run all tests, and write which are slow"
 	@echo "make package  build the source distribution and the wheel, and train with them in an empty environment"
 	@echo "make test-versions  run the core of the suite with the oldest and the newest torch (VERSIONS='2.11.0 2.15.0')"
