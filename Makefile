@@ -15,13 +15,14 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test check durations package services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity pretrained matrix bench bench-cuda kill chaos deadlocks memory faults soak format clean
+.PHONY: help demo test check durations messages package services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity pretrained matrix bench bench-cuda kill chaos deadlocks memory faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
 	@echo "make test     lint, format, types, the quick tests and some of the slow ones"
 	@echo "make check    all tests (JOBS=2 at a time)"
 	@echo "make durations  run all tests, and write which are slow"
+	@echo "make messages  run the tests of errors, and write the messages they get to tests/messages.txt"
 	@echo "make package  build the source distribution and the wheel, and train with them in an empty environment"
 	@echo "make test-versions  run the core of the suite with the oldest and the newest torch (VERSIONS='2.11.0 2.15.0')"
 	@echo "make data-libraries  run the tests of MosaicML streaming, litdata and torchdata in an environment of their own"
@@ -75,6 +76,10 @@ check: tools ops
 
 durations: tools ops
 	$(PYTEST) --write-durations $(ARGS)
+
+# After a change to the sentence of an error: see tests/messages.py. ARGS=tests/framework/data runs a part.
+messages: tools
+	$(PYTEST) --write-messages $(ARGS)
 
 HAS_LIBAIO := ! PYTHON='$(PYTHON)' .ci/tools missing | grep -qx libaio-dev
 LEFT_OUT := Left out: the tests of NVMe offload, as libaio-dev is missing. As root: apt-get install libaio-dev

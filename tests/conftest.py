@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from cuda_machine import EMULATED
+from messages import Messages
 from ranks import changed_variables, close_pools, lasting_threads, pool_pids, preload, seed_alike, variables_for
 from tiers import Tiers, needs_compiled_ops
 
@@ -30,15 +31,17 @@ _IGNORED_FILES = ("pymp-", "torchinductor_")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of ``tiers``."""
+    """Add the options of ``tiers`` and ``messages``."""
     parser.addoption("--tier", choices=("quick", "all"), default="all", help="which tests to run: see tests/tiers.py")
     parser.addoption("--write-durations", action="store_true", help="write how long the slow functions take")
     parser.addoption("--left-out", metavar="FILE", help="where to write what the tier leaves out")
+    parser.addoption("--write-messages", action="store_true", help="write tests/messages.txt: see tests/messages.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Run the tier that was asked for."""
+    """Run the tier that was asked for, and look after the messages of errors."""
     config.pluginmanager.register(Tiers(config))
+    config.pluginmanager.register(Messages(config))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import refuses
 from ranks import run_on_ranks
 from small_fits import Tiny, capturing, loader, quiet_trainer
 
@@ -75,7 +76,7 @@ def test_several_validations_in_an_epoch_are_several_checks(tmp_path: Path) -> N
 
 
 def test_an_unknown_metric_is_an_error_with_the_closest_name(tmp_path: Path) -> None:
-    with pytest.raises(MetricError, match=r"needs the metric 'metrik'.* Did you mean 'metric'\? Logged: metric"):
+    with refuses(MetricError, "'metrik'", "'metric'"):
         stopped_after(tmp_path, EarlyStopping("metrik"), [1.0])
     assert stopped_after(tmp_path, EarlyStopping("metrik", strict=False), [1.0, 1.0]) == 2
 
@@ -97,17 +98,17 @@ def test_a_stopped_run_stays_stopped_when_resumed_and_continues_with_more_patien
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "name"),
     [
         ({"mode": "auto"}, "mode='auto'"),
         ({"patience": -1}, "patience=-1"),
-        ({"patience": 1.5}, r"patience=1\.5"),
-        ({"min_delta": -0.1}, r"min_delta=-0\.1"),
+        ({"patience": 1.5}, "patience=1.5"),
+        ({"min_delta": -0.1}, "min_delta=-0.1"),
         ({"monitor": ""}, "monitor=''"),
     ],
 )
-def test_wrong_arguments_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_wrong_arguments_are_refused(settings: dict[str, Any], name: str) -> None:
+    with refuses(ConfigurationError, name):
         EarlyStopping(**{"monitor": "metric", **settings})
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks
 from small_fits import Tiny, capturing, loader, quiet_trainer
 
@@ -255,13 +256,13 @@ def test_a_taken_name_gets_a_version_or_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"monitor": "metrik"}, {"filename": "{metrik:.2f}"}])
 def test_an_unknown_metric_is_an_error_with_the_closest_name(tmp_path: Path, settings: dict[str, Any]) -> None:
     saver = ModelCheckpoint(tmp_path / "kept", **settings)
-    with pytest.raises(MetricError, match=r"needs the metric 'metrik'.* Did you mean 'metric'\?"):
+    with refuses(MetricError, "'metrik'", "'metric'"):
         fit(tmp_path, saver, [1, 2])
     assert names(tmp_path / "kept") == []
 
 
 def test_an_unknown_metric_is_an_error_by_steps_too(tmp_path: Path) -> None:
-    with pytest.raises(MetricError, match="train_lossy"):
+    with refuses(MetricError, "'train_lossy'"):
         fit(tmp_path, ModelCheckpoint(tmp_path / "kept", monitor="train_lossy", every_n_train_steps=1))
 
 
@@ -375,28 +376,28 @@ def test_saves_are_printed_if_verbose(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "name"),
     [
         ({"mode": "auto"}, "mode='auto'"),
         ({"save_top_k": -2}, "save_top_k=-2"),
-        ({"save_top_k": 3}, "save_top_k=3.* without monitor"),
+        ({"save_top_k": 3}, "save_top_k=3"),
         ({"save_last": "yes"}, "save_last='yes'"),
         ({"every_n_train_steps": -1}, "every_n_train_steps=-1"),
-        ({"every_n_epochs": 1.5}, r"every_n_epochs=1\.5"),
+        ({"every_n_epochs": 1.5}, "every_n_epochs=1.5"),
         ({"train_time_interval": 60}, "train_time_interval=60"),
-        ({"every_n_train_steps": 1, "every_n_epochs": 1}, "exclude one another"),
-        ({"every_n_train_steps": 1, "train_time_interval": timedelta(1)}, "exclude one another"),
+        ({"every_n_train_steps": 1, "every_n_epochs": 1}, "every_n_epochs"),
+        ({"every_n_train_steps": 1, "train_time_interval": timedelta(1)}, "every_n_epochs"),
         ({"keep_last": -1}, "keep_last=-1"),
         ({"keep_every_nth": 0.5}, "keep_every_nth=0.5"),
-        ({"filename": "{epoch"}, "cannot be read"),
-        ({"filename": "{metric:d}"}, "cannot be read"),
-        ({"filename": "{}"}, "write a metric's name"),
-        ({"filename": "sub/{epoch}"}, "pass it as dirpath="),
-        ({"filename": "{epoch}/{val/loss:.2f}"}, "pass it as dirpath="),
+        ({"filename": "{epoch"}, "filename="),
+        ({"filename": "{metric:d}"}, "filename="),
+        ({"filename": "{}"}, "filename='{}'"),
+        ({"filename": "sub/{epoch}"}, "dirpath="),
+        ({"filename": "{epoch}/{val/loss:.2f}"}, "dirpath="),
     ],
 )
-def test_wrong_arguments_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_wrong_arguments_are_refused(settings: dict[str, Any], name: str) -> None:
+    with refuses(ConfigurationError, name):
         ModelCheckpoint(**settings)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import refuses
 from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx.callbacks import LambdaCallback, ProgressBar, RichProgressBar
@@ -145,7 +146,7 @@ def test_other_ranks_want_no_hooks() -> None:
 
 
 def test_wrong_times_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="refresh_seconds=0"):
+    with refuses(ConfigurationError, "refresh_seconds=0"):
         ProgressBar(refresh_seconds=0)
-    with pytest.raises(ConfigurationError, match=r"RichProgressBar\(line_seconds=-1"):
+    with refuses(ConfigurationError, "RichProgressBar", "line_seconds=-1"):
         RichProgressBar(line_seconds=-1)

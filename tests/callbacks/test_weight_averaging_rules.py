@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import lightning.pytorch as lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging as LightningEMA
+from messages import refuses
 from models import Regressor, loader, network, silent_trainer, weights_of
 from ranks import run_on_ranks
 from safetensors.torch import load_file
@@ -467,25 +467,25 @@ def test_arguments_that_break_a_rule(build: Any, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "arguments", "told"),
+    ("callbacks", "arguments", "name"),
     [
-        ([EMAWeightAveraging(), EMAWeightAveraging(decay=0.9)], {}, "state key 'EMAWeightAveraging[ema]'"),
-        ([EMAWeightAveraging(), WeightAveraging(name="ema")], {}, "two averages are named 'ema'"),
-        ([EMAWeightAveraging(), WeightAveraging()], {}, "give one of their callbacks evaluate=False"),
-        ([EMAWeightAveraging(), WeightAveraging(evaluate=False)], {}, "callbacks average_at_end=False"),
-        ([StochasticWeightAveraging(0.1)], {"max_epochs": -1, "max_steps": 3}, "a fraction of max_epochs"),
-        ([StochasticWeightAveraging([0.1, 0.2], 1)], {"max_epochs": 1}, "the optimizer has 1 parameter groups"),
+        ([EMAWeightAveraging(), EMAWeightAveraging(decay=0.9)], {}, "'EMAWeightAveraging[ema]'"),
+        ([EMAWeightAveraging(), WeightAveraging(name="ema")], {}, "'ema'"),
+        ([EMAWeightAveraging(), WeightAveraging()], {}, "evaluate=False"),
+        ([EMAWeightAveraging(), WeightAveraging(evaluate=False)], {}, "average_at_end=False"),
+        ([StochasticWeightAveraging(0.1)], {"max_epochs": -1, "max_steps": 3}, "max_epochs="),
+        ([StochasticWeightAveraging([0.1, 0.2], 1)], {"max_epochs": 1}, "swa_lrs"),
     ],
 )
-def test_combinations_that_break_a_rule(callbacks: list[Callback], arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(told)):
+def test_combinations_that_break_a_rule(callbacks: list[Callback], arguments: dict[str, Any], name: str) -> None:
+    with refuses(ConfigurationError, name):
         fitted(*callbacks, **arguments)
 
 
 def test_batch_statistics_of_data_that_cannot_be_read_twice() -> None:
     batches = list(loader(32))
     trainer = silent_trainer(strategy="single", devices=1, max_epochs=1, callbacks=[StochasticWeightAveraging(0.1, 1)])
-    with pytest.raises(ConfigurationError, match="statistics_batches=0"):
+    with refuses(ConfigurationError, "statistics_batches=0"):
         trainer.fit(Normed(), iter(batches))
 
 
@@ -513,5 +513,5 @@ def test_either_is_taken_from_a_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(tensor, module.state_dict()[name])
     assert averaged.state_dict().keys() == load_file(tmp_path / "ema.safetensors").keys()
     assert not torch.equal(live.get_parameter("net.3.weight"), averaged.get_parameter("net.3.weight"))
-    with pytest.raises(UnknownNameError, match=r"average='eam' is not known\. Did you mean 'ema'"):
+    with refuses(UnknownNameError, "average='eam'", "'ema'"):
         Normed.load_from_checkpoint(tmp_path / "a", average="eam")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks
 from torch import nn
 
@@ -52,7 +53,7 @@ def test_each_attribute_of_an_accelerator_exists_or_a_sentence_says_what_to_use(
     of_instances = {"state", "gradient_state", "project_configuration", "dataloader_config", "trackers", "scaler"}
     for name in {name for name in dir(accelerate.Accelerator) if not name.startswith("_")} | of_instances:
         assert sentence(ours, name).startswith(("works", f"Accelerator has no {name}: "))
-    with pytest.raises(AttributeError, match="Did you mean 'is_main_process'"):
+    with refuses(AttributeError, "is_main_proces.", "'is_main_process'"):
         _ = ours.is_main_proces
 
 
@@ -74,7 +75,7 @@ def test_the_methods_of_an_accelerator_take_the_same_arguments() -> None:
 @pytest.mark.parametrize("name", sorted(inspect.signature(accelerate.Accelerator).parameters))
 def test_each_argument_of_an_accelerator_is_taken_or_refused_with_a_sentence(name: str) -> None:
     if name not in inspect.signature(Accelerator).parameters:
-        with pytest.raises(ConfigurationError, match=rf"Accelerator\({name}=...\): there is no such argument; ."):
+        with refuses(ConfigurationError, f"{name}="):
             create(Accelerator, cpu=True, **{name: object()})
 
 
@@ -90,18 +91,18 @@ def test_each_field_of_a_configuration_is_taken_or_refused(name: str) -> None:
     ours = getattr(utils, name)
     for field in dataclasses.fields(getattr(theirs_utils, name)):
         if field.name not in inspect.signature(ours).parameters:
-            with pytest.raises(ConfigurationError, match=r"there is no such argument(;|\. (Known|Did)) ?."):
+            with refuses(ConfigurationError, name, field.name):
                 ours(**{field.name: object()})
 
 
 def test_options_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="accumulate reduces gradients once"):
+    with refuses(ConfigurationError, "sync_each_batch=True", "GradientAccumulationPlugin"):
         create(utils.GradientAccumulationPlugin, num_steps=2, sync_each_batch=True)
-    with pytest.raises(ConfigurationError, match="the last window of a loader ends with it"):
+    with refuses(ConfigurationError, "sync_with_dataloader=False", "GradientAccumulationPlugin"):
         utils.GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
-    with pytest.raises(ConfigurationError, match="call set_seed before prepare"):
+    with refuses(ConfigurationError, "set_seed"):
         create(utils.DataLoaderConfiguration, data_seed=3)
-    with pytest.raises(ConfigurationError, match="slice_fn_for_dispatch"):
+    with refuses(ConfigurationError, "slice_fn_for_dispatch"):
         Accelerator(cpu=True).prepare_data_loader([], slice_fn_for_dispatch=len)
 
 
@@ -134,7 +135,7 @@ def test_the_dynamo_plugin_describes_what_is_compiled() -> None:
     model = whole.prepare(nn.Linear(2, 1))
     assert "forward" in vars(model)
     assert model(torch.ones(1, 2)).shape == (1, 1)
-    with pytest.raises(ConfigurationError, match="both given"):
+    with refuses(ConfigurationError, "dynamo_backend", "dynamo_plugin"):
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=plugin)
 
 

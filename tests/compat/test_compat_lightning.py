@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks
 
 import phalanx
@@ -169,22 +170,12 @@ def test_a_module_of_utilities_has_names_of_lightning_alone(module: str) -> None
     assert set(ours.__all__) <= set(vars(theirs))
 
 
-@pytest.mark.parametrize(
-    ("module", "sentence"),
-    [
-        ("accelerators", "name the device"),
-        ("demos.mnist_datamodule", "keep 'from lightning"),
-        ("loops", "there are no loop objects"),
-        ("plugins", "name the precision"),
-        ("pytorch", "remove '.pytorch'"),
-        ("tuner", "compare"),
-    ],
-)
-def test_a_module_without_a_counterpart_says_what_to_use(module: str, sentence: str) -> None:
+@pytest.mark.parametrize("module", ["accelerators", "demos.mnist_datamodule", "loops", "plugins", "pytorch", "tuner"])
+def test_a_module_without_a_counterpart_says_what_to_use(module: str) -> None:
     folder = module.partition(".")[0]
-    with pytest.raises(ImportError, match=f"phalanx.compat.lightning has no {folder}: {sentence}"):
+    with refuses(ImportError, folder):
         getattr(compat, folder)
-    with pytest.raises(ImportError, match=f"phalanx.compat.lightning has no {folder}: {sentence}"):
+    with refuses(ImportError, folder):
         importlib.import_module(f"phalanx.compat.lightning.{module}")
 
 
@@ -195,7 +186,7 @@ def test_the_package_has_its_folders_as_attributes() -> None:
 
 
 def test_another_name_of_an_object_is_reported() -> None:
-    with pytest.raises(ImportError, match="it is called TrainModule; phalanx"):
+    with refuses(ImportError, "LightningModule", "TrainModule"):
         from phalanx import LightningModule  # noqa: F401
 
 
@@ -227,5 +218,5 @@ def test_gradient_norms_of_a_module() -> None:
         "grad_2.0_norm/bias": 4.0,
         "grad_2.0_norm_total": 5.0,
     }
-    with pytest.raises(ValueError, match="norm_type=0"):
+    with refuses(ValueError, "norm_type=0"):
         compat.utilities.grad_norm(layer, 0)

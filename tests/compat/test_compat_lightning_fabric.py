@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from messages import refuses
 
 from phalanx.compat import lightning as compat
 
@@ -60,8 +61,8 @@ def test_types_of_fabric_serve_isinstance() -> None:
 
 
 def test_accelerators_and_plugins_of_fabric_say_what_to_use() -> None:
-    for module, sentence in (("accelerators", "name the device"), ("plugins", "name the precision")):
-        with pytest.raises(ImportError, match=f"phalanx.compat.lightning.fabric has no {module}: {sentence}"):
+    for module in ("accelerators", "plugins"):
+        with refuses(ImportError, module):
             importlib.import_module(f"phalanx.compat.lightning.fabric.{module}")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor
@@ -146,7 +147,7 @@ def test_data_is_prepared_once_on_a_node(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_no_data_for_an_evaluation(stage: str) -> None:
-    with pytest.raises(PhalanxError, match=f"there is no data to {stage}"):
+    with refuses(PhalanxError, stage):
         getattr(silent_trainer(), stage)(Evaluating())
 
 
@@ -189,7 +190,7 @@ def test_its_hyperparameters_are_logged_with_those_of_the_module(tmp_path: Path)
     ],
 )
 def test_one_hyperparameter_with_two_values_is_refused(module: Any, data: Rows, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"the hyperparameter '\w+' is .* and a logger records one value: ren"):
+    with refuses(ConfigurationError, "ignore="):
         silent_trainer(devices=1, max_epochs=1, logger=CSVLogger(tmp_path)).fit(module, datamodule=data)
     assert not list(tmp_path.iterdir())
     # Without a logger there is no conflict.

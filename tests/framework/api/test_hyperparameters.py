@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer, weights_of
 from torch import nn, optim
 
@@ -127,11 +128,11 @@ def test_mistakes_get_a_sentence() -> None:
             super().__init__()
             self.save_hyperparameters(3)
 
-    with pytest.raises(ConfigurationError, match="Did you mean 'width'"):
+    with refuses(ConfigurationError, "'widht'", "'width'"):
         Wrong(1)
-    with pytest.raises(ConfigurationError, match="got an int; it takes names, a dict or a Namespace"):
+    with refuses(ConfigurationError, "save_hyperparameters"):
         Number()
-    with pytest.raises(AttributeError, match="Did you mean 'depth'"):
+    with refuses(AttributeError, "'dept'", "'depth'"):
         _ = Plain(1).hparams.dept
     assert not hasattr(Plain(1).hparams, "nothing")
 
@@ -193,7 +194,7 @@ def test_what_a_checkpoint_cannot_hold_is_said_and_asked_for(
     trainer.fit(WithActivation(5, torch.tanh), loader(8))
     assert "do not hold the hyperparameters activation" in capsys.readouterr().out
     path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-    with pytest.raises(CheckpointError, match=r"was built with activation.*activation=\.\.\."):
+    with refuses(CheckpointError, "activation="):
         WithActivation.load_from_checkpoint(path)
     assert WithActivation.load_from_checkpoint(path, activation=torch.tanh).hparams["width"] == 5
 
@@ -238,7 +239,7 @@ def test_values_in_place_of_names_are_refused() -> None:
             super().__init__()
             self.save_hyperparameters(rate, name)
 
-    with pytest.raises(ConfigurationError, match=r"got 2 values, of which one is a float; .*: put the values into"):
+    with refuses(ConfigurationError, "save_hyperparameters"):
         Values(3.14, "abc")
 
 

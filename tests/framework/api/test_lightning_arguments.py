@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import nn
@@ -91,7 +92,7 @@ def test_a_file_without_hyperparameters(
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigurationError, match=f"hparams_file=.*{sentence}"):
+    with refuses(ConfigurationError, "hparams_file=", sentence):
         Regressor.load_from_checkpoint(saved, hparams_file=tmp_path / name)
 
 
@@ -115,9 +116,9 @@ def test_locations_as_torch_load_takes_them(location: Any, weights_only: bool | 
 
 
 def test_locations_on_several_devices_are_refused(saved: Path) -> None:
-    with pytest.raises(ConfigurationError, match="must map to one device, as all tensors go there"):
+    with refuses(ConfigurationError, "map_location=", "'cuda:0'"):
         Regressor.load_from_checkpoint(saved, map_location={"cuda:0": "cpu", "cuda:1": "cuda:0"})
-    with pytest.raises(ConfigurationError, match="holds no data"):
+    with refuses(ConfigurationError, "'cpu'", "'cuda'"):
         Regressor.load_from_checkpoint(saved, map_location=lambda storage, location: torch.empty(0, device="meta"))
 
 
@@ -139,7 +140,7 @@ def test_the_stages_accept_weights_only(weights_only: Any, saved: Path) -> None:
     for stage in (trainer.validate, trainer.test, trainer.predict):
         assert stage(module, loader(8), ckpt_path=saved, weights_only=weights_only)
     wrong: Any = "yes"
-    with pytest.raises(ConfigurationError, match="weights_only='yes' must be True or False"):
+    with refuses(ConfigurationError, "weights_only='yes'"):
         trainer.fit(module, loader(8), weights_only=wrong)
 
 
@@ -148,7 +149,7 @@ def test_options_of_other_storages_are_refused(tmp_path: Path) -> None:
     trainer.fit(Regressor(), loader(8))
     trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options=None)
     options: Any = {"key": 1}
-    with pytest.raises(ConfigurationError, match=r"save_checkpoint\(storage_options=\.\.\.\) is not supported"):
+    with refuses(ConfigurationError, "save_checkpoint", "storage_options="):
         trainer.save_checkpoint(tmp_path / "b.ckpt", storage_options=options)
     assert not (tmp_path / "b.ckpt").exists()
 
@@ -182,12 +183,12 @@ def test_tensors_of_the_precision(precision: Any) -> None:
 def test_arguments_of_fabric_without_a_counterpart(saved: Path) -> None:
     fabric, given = Fabric(accelerator="cpu", devices=1), nn.Linear(1, 1)
     other: Any = given
-    for call in (
-        lambda: Fabric(accelerator="cpu", devices=1, plugins=other),
-        lambda: fabric.all_gather(1, group=other),
-        lambda: fabric.all_reduce(1, group=other),
+    for call, name in (
+        (lambda: Fabric(accelerator="cpu", devices=1, plugins=other), "plugins="),
+        (lambda: fabric.all_gather(1, group=other), "group="),
+        (lambda: fabric.all_reduce(1, group=other), "group="),
     ):
-        with pytest.raises(ConfigurationError, match=r"is not supported \(must be None\): \w"):
+        with refuses(ConfigurationError, name):
             call()
     contents = fabric.load(saved, weights_only=False)
     assert contents.keys() == fabric.load(saved).keys()

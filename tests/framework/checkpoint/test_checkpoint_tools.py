@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks, run_script
 from safetensors import safe_open
@@ -124,12 +125,12 @@ def test_checkpoints_are_listed_by_progress(tmp_path: Path) -> None:
 
 def test_what_cannot_be_listed_gets_a_sentence(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.ckpt", {"w": torch.ones(1)})
-    for given, text in [(path, "is a checkpoint itself"), (tmp_path / "no", "does not exist")]:
-        with pytest.raises(CheckpointError, match=text):
+    for given in (path, tmp_path / "no"):
+        with refuses(CheckpointError, str(given)):
             checkpoint.checkpoints(given)
-    with pytest.raises(CheckpointError, match=r"Did you mean 'a\.ckpt'"):
+    with refuses(CheckpointError, "'a.ckpt'"):
         checkpoint.inspect(tmp_path / "b.ckpt")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with refuses(CheckpointError, "x" * 50):
         checkpoint.inspect(tmp_path / ("x" * 300))
 
 
@@ -216,7 +217,7 @@ def test_a_damaged_one_is_not_compared(tmp_path: Path) -> None:
     one, other = (saved(tmp_path / name, {"w": torch.ones(4)}) for name in ("a.ckpt", "b.ckpt"))
     file = other / "model-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(CheckpointError, match="checksum"):
+    with refuses(CheckpointError, "checksum", "'w'"):
         checkpoint.diff(one, other)
 
 
@@ -242,7 +243,7 @@ def test_consolidate_writes_in_a_dtype(tmp_path: Path, given: Any, dtype: torch.
 
 def test_a_number_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.ckpt", {"w": torch.tensor([1.0, float("inf"), 7e4])})
-    with pytest.raises(ConfigurationError, match=r"'w' holds 7e\+04, which torch\.float16 cannot hold"):
+    with refuses(ConfigurationError, "'w'", "torch.float16"):
         checkpoint.consolidate(path, tmp_path / "out.safetensors", dtype="float16")
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt"]
     # An infinity that was saved, as masks have, is one afterwards.
@@ -251,18 +252,18 @@ def test_a_number_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "name"),
     [
-        ({"dtype": "bflaot16"}, "Did you mean 'bfloat16'"),
-        ({"dtype": "int8"}, "is not a dtype that weights can be written in"),
-        ({"section": "modle"}, "Did you mean 'model'"),
-        ({"section": "averages/emma"}, "Did you mean 'averages/ema'"),
-        ({"max_shard_size": "5 apples"}, "is not a size"),
+        ({"dtype": "bflaot16"}, "'bfloat16'"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"section": "modle"}, "'model'"),
+        ({"section": "averages/emma"}, "'averages/ema'"),
+        ({"max_shard_size": "5 apples"}, "max_shard_size='5 apples'"),
     ],
 )
-def test_wrong_arguments_get_a_sentence(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
+def test_wrong_arguments_get_a_sentence(tmp_path: Path, arguments: dict[str, Any], name: str) -> None:
     path = saved(tmp_path / "a.ckpt", {"w": torch.ones(1)}, averages={"ema/w": torch.ones(1)})
-    with pytest.raises(ConfigurationError, match=text):
+    with refuses(ConfigurationError, name):
         checkpoint.consolidate(path, tmp_path / "out", **arguments)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt"]
 

@@ -34,6 +34,7 @@ from hostile import (
     rewrite_header,
     write_manifest,
 )
+from messages import refuses
 
 from phalanx import checkpoint
 from phalanx.cli.main import main
@@ -273,7 +274,7 @@ def test_a_tensor_larger_than_memory_is_refused_by_who_would_load_it(tmp_path: P
     with (path / MODEL).open("r+b") as file:
         file.truncate(json.loads((path / "manifest.json").read_text())["files"][MODEL]["size"])
     held = reset_peak_memory()
-    with pytest.raises(CheckpointError, match=r"'weight' .* needs 8,796,093,022,208 bytes of memory"):
+    with refuses(CheckpointError, "'weight'", "8,796,093,022,208"):
         checkpoint.load(path)
     assert peak_memory() - held < MAX_BYTES
 
@@ -430,5 +431,5 @@ def test_a_refusal_names_file_and_tensor(tmp_path: Path) -> None:
     data[-1] ^= 1
     (path / MODEL).write_bytes(data)
     for reader in (READERS["load"], READERS["consolidate"], READERS["diff"]):
-        with pytest.raises(CheckpointError, match=rf"tensor 'bias' in '.*{MODEL}' does not match its checksum"):
+        with refuses(CheckpointError, "'bias'", MODEL):
             reader(path)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from configured import BareNet, Net, Points, ScaledNet
+from messages import refuses
 from models import SILENT
 from torch import nn
 
@@ -145,7 +146,7 @@ def test_a_schedule_that_monitors_a_metric(tmp_path: Path) -> None:
     cli = fit("-c", path, "--trainer.max_epochs=4", "--lr_scheduler.factor=0.5", model=BareNet)
     assert cli.trainer.optimizers[0].param_groups[0]["lr"] < 0.1
     plateau = {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
-    with pytest.raises(ConfigurationError, match=r"names no metric; use class_path: phalanx\.configuration\."):
+    with refuses(ConfigurationError, "class_path", "phalanx.configuration"):
         fit("-c", written(tmp_path, "b.yaml", optimizer=SGD, lr_scheduler=plateau), model=BareNet)
 
 
@@ -190,7 +191,7 @@ def test_two_optimizers_must_be_linked() -> None:
             parser.add_optimizer_args(torch.optim.SGD, "slow")
             parser.add_optimizer_args(torch.optim.Adam, "fast")
 
-    with pytest.raises(ConfigurationError, match=r"^slow, fast, lr_scheduler: .*link_to="):
+    with refuses(ConfigurationError, "slow, fast, lr_scheduler", "link_to="):
         Ambiguous(BareNet, Points, args=["--slow.lr=0.1", "--fast.lr=0.1"], run=False)
 
 
@@ -349,7 +350,7 @@ def test_a_configuration_that_is_not_saved_or_saved_elsewhere(tmp_path: Path) ->
     saving = ["--trainer.enable_checkpointing=true", f"--trainer.default_root_dir={tmp_path}"]
     fit(*saving, save_config_callback=None)
     assert [*tmp_path.rglob("*.yaml")] == []
-    with pytest.raises(ConfigurationError, match="save_to_log_dir=False saves nothing"):
+    with refuses(ConfigurationError, "save_to_log_dir=False"):
         fit(*saving, save_config_kwargs={"save_to_log_dir": False})
     texts = []
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from configured import Net, Points
+from messages import refuses
 
 from phalanx import TrainerCLI
 from phalanx.configuration import TrainerArgumentParser
@@ -101,7 +102,7 @@ def test_a_section_that_is_required() -> None:
 
 
 def test_a_class_that_cannot_have_a_section() -> None:
-    with pytest.raises(ConfigurationError, match="'extra': give the class of a Trainer, TrainModule, DataModule or"):
+    with refuses(ConfigurationError, "'extra'", "TrainModule", "DataModule"):
         TrainerArgumentParser().add_component_args(dict, "extra")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
@@ -147,7 +148,7 @@ def test_a_closure_runs_once_before_all_updates() -> None:
 def test_a_group_is_added_to_the_optimizer_that_its_pattern_names() -> None:
     net, new = network(), nn.Parameter(torch.ones(3))
     split = Split(net.named_parameters(), MATRICES)
-    with pytest.raises(ConfigurationError, match=r"'pattern': one of '\*.weight', '\*'; it has None"):
+    with refuses(ConfigurationError, "'pattern'", "'*.weight'", "'*'"):
         split.add_param_group({"params": [new]})
     split.add_param_group({"params": [new], "pattern": "*"})
     assert split.param_groups[-1] is split.optimizers[1].param_groups[-1]
@@ -187,33 +188,33 @@ def fails(parameters: list[Tensor]) -> Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("optimizers", "sentence"),
+    ("optimizers", "name"),
     [
-        ({"0.*": Muon, "*": SGD}, r"'0.\*' cannot build its optimizer: .*2D.* It matches 0.bias of shape \[16\]; an e"),
-        ({"1.weights": SGD, "*": SGD}, r"'1.weights' matches no name of a parameter. Did you mean '\d.weight'\?"),
-        ({"*": SGD, "0.*": Muon}, r"every parameter that '0.\*' matches, such as 0.weight, matches an earlier pattern"),
-        ({"0.*": SGD}, r"no pattern matches 3.weight, 3.bias: add a last pattern '\*'"),
-        ({"*": SGD([torch.zeros(1)])}, r"'\*' is given a SGD object: give a function"),
-        ({"*": fails}, r"'\*' cannot build its optimizer: no such thing"),
-        ({"*": lambda parameters: 3}, r"'\*' must build an optimizer of a list of parameters, not a int"),
-        ({"*": lambda parameters: SGD(parameters[1:])}, r"of exactly the parameters that it is called with"),
-        ({"*": torch.optim.LBFGS}, r"builds LBFGS, which evaluates the loss several times"),
-        ({3: SGD}, r"Split: 3 must be a pattern of names, or a tuple of patterns"),
-        ({}, r"Split needs a dict from patterns of names to functions"),
+        ({"0.*": Muon, "*": SGD}, "'0.*'"),
+        ({"1.weights": SGD, "*": SGD}, "'1.weights'"),
+        ({"*": SGD, "0.*": Muon}, "'0.*'"),
+        ({"0.*": SGD}, "3.weight"),
+        ({"*": SGD([torch.zeros(1)])}, "SGD"),
+        ({"*": fails}, "'*'"),
+        ({"*": lambda parameters: 3}, "int"),
+        ({"*": lambda parameters: SGD(parameters[1:])}, "'*'"),
+        ({"*": torch.optim.LBFGS}, "LBFGS"),
+        ({3: SGD}, "3"),
+        ({}, "dict"),
     ],
 )
-def test_wrong_patterns_and_factories_are_refused(optimizers: Any, sentence: str) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
+def test_wrong_patterns_and_factories_are_refused(optimizers: Any, name: str) -> None:
+    with refuses(ConfigurationError, name):
         Split(network().named_parameters(), optimizers)
 
 
 def test_parameters_without_names_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"pairs of a name and a parameter, not a Parameter"):
+    with refuses(ConfigurationError, "Parameter", "named_parameters"):
         Split(network().parameters(), {"*": SGD})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("patterns", [("*",), ("b", "*")])
 def test_a_parameter_with_two_names_is_refused(patterns: tuple[str, ...]) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(ConfigurationError, match=r"Split: a and b are names of the same parameter: pass self"):
+    with refuses(ConfigurationError, "self.named_parameters"):
         Split([("a", weight), ("b", weight)], dict.fromkeys(patterns, SGD))

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from messages import refuses
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError, DataError
@@ -245,9 +246,9 @@ def test_a_subclass_that_does_not_read_its_sampler_is_refused() -> None:
         @batch_sampler.setter
         def batch_sampler(self, value: Any) -> None: ...
 
-    with pytest.raises(DataError, match="does not read its sampler"):
+    with refuses(DataError, "Deaf"):
         read(source(Deaf("x"), 0, 2))
-    with pytest.raises(ConfigurationError, match="computes its own batch_sampler"):
+    with refuses(ConfigurationError, "Computed", "batch_sampler"):
         source(Computed("x"))
 
 
@@ -264,7 +265,7 @@ def test_a_users_own_distributed_sampler_is_used_as_it_is_and_resumes() -> None:
         assert read(mine, 1) == expected
         assert (mine.len_batches(), mine.position_after(3)) == (4, {"samples": 12})
         assert read(mine, 1, mine.position_after(2)) == expected[2:]
-    with pytest.raises(ConfigurationError, match="num_replicas=2, but the data is for 3 ranks"):
+    with refuses(ConfigurationError, "num_replicas=2"):
         source(loader(0), 0, 3)
 
 
@@ -301,33 +302,33 @@ def test_an_iterator_is_read_once_and_a_restartable_iterable_repeatedly() -> Non
     assert list(iter(again.start(0, {"batches": 1}))) == [2]
     once = source(number for number in range(3))
     assert read(once) == [0, 1, 2]
-    with pytest.raises(DataError, match="can be read only once"):
+    with refuses(DataError, "train_dataloaders", "generator"):
         once.start(1)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "name"),
     [
-        (5, "cannot be iterated"),
-        (lambda: [1], "call it"),
-        ("data", "wrap your data"),
-        (torch.ones(3), "wrap your data"),
-        (Numbers(3), r"wrap it, DataLoader\(dataset, batch_size"),
+        (5, "int"),
+        (lambda: [1], "function"),
+        ("data", "str"),
+        (torch.ones(3), "Tensor"),
+        (Numbers(3), "Numbers"),
         (Stream(), "batch_size=None"),
-        ({"a": 5}, r"train_dataloaders\['a'\] is an int"),
-        ({}, "empty dict"),
-        ([], "yields no batch"),
-        (DataLoader(Numbers(0), batch_size=2), "yields no batch"),
+        ({"a": 5}, "train_dataloaders['a']"),
+        ({}, "dict"),
+        ([], "train_dataloaders"),
+        (DataLoader(Numbers(0), batch_size=2), "train_dataloaders"),
         (DataLoader(Numbers(3), batch_size=4, drop_last=True), "drop_last"),
     ],
 )
-def test_objects_other_than_loaders_are_refused_with_a_sentence(given: Any, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_objects_other_than_loaders_are_refused_with_a_sentence(given: Any, name: str) -> None:
+    with refuses(ConfigurationError, name):
         source(given)
 
 
 def test_a_position_of_another_kind_of_loader_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="counts batches"):
+    with refuses(CheckpointError, "'samples'"):
         source(BATCHES).start(0, {"samples": 3})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from library_streams import hugging_face, prepare_libraries
+from messages import refuses
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -267,23 +268,23 @@ def test_given_lengths_save_reading_all_documents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "message"),
+    ("data", "options", "name"),
     [
-        ([[1] * 9, [1] * 20], {"cut": False}, "document 1 has 20 tokens, more than length=16, and cut=False"),
-        ([[1] * 16], {"cut": False, "eos": 1}, "document 0 has 17 tokens"),
-        ([], {}, "the dataset of Packed is empty"),
-        ([[1], []], {}, "sample 1 of Packed has 0 tokens"),
-        ([[1]], {"lengths": [1, 2]}, "2 lengths for 1 documents"),
-        (Stream([[1]]), {"lengths": [1]}, "leave them out"),
-        (iter([[1]]), {}, "is an iterator"),
-        (5, {}, "is a int, which is not a dataset"),
+        ([[1] * 9, [1] * 20], {"cut": False}, "document 1"),
+        ([[1] * 16], {"cut": False, "eos": 1}, "17 tokens"),
+        ([], {}, "Packed"),
+        ([[1], []], {}, "sample 1"),
+        ([[1]], {"lengths": [1, 2]}, "2 lengths"),
+        (Stream([[1]]), {"lengths": [1]}, "lengths"),
+        (iter([[1]]), {}, "list_iterator"),
+        (5, {}, "int"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(data: Any, options: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_what_cannot_be_packed_is_refused(data: Any, options: Any, name: str) -> None:
+    with refuses(ConfigurationError, name):
         Packed(data, 16, **options)
     for length in (0, "50", 1.5):
-        with pytest.raises(ConfigurationError, match=f"length={length!r} of Packed must be a whole number"):
+        with refuses(ConfigurationError, f"length={length!r}"):
             Packed([[1]], length)  # type: ignore[arg-type]
 
 
@@ -296,19 +297,19 @@ def test_rows_of_a_tensor_dataset_are_documents() -> None:
 
 
 def test_documents_that_do_not_fit_are_errors() -> None:
-    with pytest.raises(DataError, match="document has 20 tokens, more than length=16"):
+    with refuses(DataError, "length=16"):
         every(Packed(Stream([[1] * 20]), 16, cut=False))
-    with pytest.raises(DataError, match="has 3 tokens where its length says 2"):
+    with refuses(DataError, "document 0", "3 tokens"):
         Packed([[1, 2, 3]], 4, lengths=[2])[0]
-    with pytest.raises(DataError, match="yields no sample"):
+    with refuses(DataError, "Packed"):
         every(Packed(Stream([]), 4))
-    with pytest.raises(DataError, match="Did you mean 'input_id'"):
+    with refuses(DataError, "'input_ids'", "'input_id'"):
         every(Packed(Stream([{"input_id": [1]}]), 4))
-    with pytest.raises(DataError, match=r"tokens of shape \[1, 2\]"):
+    with refuses(DataError, "[1, 2]"):
         every(Packed(Stream([[[1, 2]]]), 4))
-    with pytest.raises(DataError, match="a sample has a str as tokens"):
+    with refuses(DataError, "str", "'input_ids'"):
         Packed(["hello"], 4)
-    with pytest.raises(DataError, match="a tuple of 2 fields"):
+    with refuses(DataError, "tuple", "'labels'"):
         Packed([([1, 2], 0)], 4)
-    with pytest.raises(DataError, match="2 tokens and 1 labels"):
+    with refuses(DataError, "2 tokens", "1 labels"):
         every(Packed(Stream([{"input_ids": [1, 2], "labels": [1]}]), 4))

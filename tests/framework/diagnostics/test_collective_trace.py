@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import refuses
 from models import Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor
@@ -123,7 +124,7 @@ def test_one_process_has_nothing_to_compare() -> None:
 
 
 def test_an_unknown_debug_mode_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'collectives'"):
+    with refuses(ConfigurationError, "'colectives'", "'collectives'"):
         silent_trainer(debug="colectives")
 
 

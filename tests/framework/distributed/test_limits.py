@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -111,9 +112,9 @@ def test_no_training_and_no_validation() -> None:
 
 
 def test_a_fraction_needs_a_length() -> None:
-    with pytest.raises(ConfigurationError, match=r"limit_train_batches=0\.5 is a fraction, but"):
+    with refuses(ConfigurationError, "limit_train_batches=0.5"):
         fitted(unsized(), limit_train_batches=0.5)
-    with pytest.raises(ConfigurationError, match=r"val_check_interval=0\.5 is a fraction"):
+    with refuses(ConfigurationError, "val_check_interval=0.5"):
         fitted(unsized(), val_check_interval=0.5)
 
 
@@ -158,7 +159,7 @@ def test_validation_by_time() -> None:
 
 
 def test_an_interval_longer_than_an_epoch() -> None:
-    with pytest.raises(ConfigurationError, match="val_check_interval=11 is more than the 10 batches of an epoch"):
+    with refuses(ConfigurationError, "val_check_interval=11"):
         fitted(val_check_interval=11)
 
 
@@ -234,7 +235,7 @@ def test_a_list_of_batches_and_a_generator_are_loaders() -> None:
     batches = list(loader(16))
     assert fitted(batches)[0].seen["train"] == 4
     assert fitted(batch for batch in batches)[0].seen["train"] == 4
-    with pytest.raises(DataError, match="can be read only once"):
+    with refuses(DataError, "train_dataloaders", "generator"):
         fitted((batch for batch in batches), max_epochs=2)
 
 

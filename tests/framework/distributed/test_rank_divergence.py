@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -213,7 +214,7 @@ def test_a_closure_sees_the_gradient_of_all_ranks(kind: str) -> None:
 
 
 def test_a_closure_is_refused_where_gradients_are_scaled() -> None:
-    with pytest.raises(ConfigurationError, match="without closure"):
+    with refuses(ConfigurationError, "closure"):
         fitted(ByClosure("sgd"), devices=1, precision="16-mixed")
 
 
@@ -333,7 +334,7 @@ class SavesInWindow(Callback):
 
 
 def test_a_save_within_a_window_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="within an optimizer step"):
+    with refuses(ConfigurationError, "save_checkpoint"):
         fitted(Regressor(), devices=1, accumulate_grad_batches=2, callbacks=[SavesInWindow()])
 
 

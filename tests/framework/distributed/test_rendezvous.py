@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from free_ports import free_port
+from messages import refuses
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.distributed import rendezvous
@@ -142,9 +143,9 @@ def test_a_store_listens_on_all_addresses_where_its_name_leads_to_none_that_othe
 def test_a_taken_port_and_an_invalid_host_are_reported_in_one_sentence() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} cannot be listened on by rank 0"):
+        with refuses(ConfigurationError, f"MASTER_PORT={port}", varies=str(port)):
             listen("127.0.0.1", port, 2, alone=False)
-    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR='no\.such\.host\.invalid' is not a host that rank 0"):
+    with refuses(ConfigurationError, "MASTER_ADDR='no.such.host.invalid'", varies=r"\(.*\)"):
         listen("no.such.host.invalid", port, 2, alone=False)
 
 
@@ -152,7 +153,7 @@ def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     _check_interface()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eht")
-    with pytest.raises(ConfigurationError, match=r"GLOO_SOCKET_IFNAME='lo,eht'.* no interface 'eht'\..* It has .*lo"):
+    with refuses(ConfigurationError, "GLOO_SOCKET_IFNAME='lo,eht'", "'eht'", varies="It has .*"):
         _check_interface()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import refuses
 from ranks import run_on_ranks
 from torch.profiler import ProfilerActivity, profile
 
@@ -99,19 +100,19 @@ def test_ranks_spread_over_the_nodes_asked_for_where_the_launcher_is_silent() ->
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("variables", "name"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is in the environment but RANK is not"),
-        ({"RANK": "0"}, "RANK=0 is in the environment but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2"),
+        ({"RANK": "0"}, "RANK=0"),
         (TORCHRUN | {"RANK": "one"}, "RANK='one'"),
-        (TORCHRUN | {"RANK": "8"}, "rank 8 of 8"),
-        (TORCHRUN | {"LOCAL_RANK": "4"}, "local rank 4 of 4"),
-        (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not in the environment"),
-        (without(OPEN_MPI, "MASTER_ADDR", "MASTER_PORT"), "MASTER_ADDR and MASTER_PORT is not"),
+        (TORCHRUN | {"RANK": "8"}, "rank 8"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK"),
+        (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT"),
+        (without(OPEN_MPI, "MASTER_ADDR", "MASTER_PORT"), "MASTER_ADDR"),
     ],
 )
-def test_variables_that_contradict_get_a_sentence(variables: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_variables_that_contradict_get_a_sentence(variables: dict[str, str], name: str) -> None:
+    with refuses(ConfigurationError, name):
         read_placement(variables)
 
 
@@ -130,22 +131,22 @@ def test_the_first_host_of_a_compact_list(hosts: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "message"),
+    ("launcher", "name"),
     [
-        ("torchrun", "devices=4 but torchrun started 2 processes: .*--nproc-per-node=4"),
-        ("slurm", "devices=4 but SLURM started 2 processes: .*--ntasks-per-node=4"),
-        (None, "devices=4 but the process group holds 2 processes"),
+        ("torchrun", "--nproc-per-node=4"),
+        ("slurm", "--ntasks-per-node=4"),
+        (None, "devices=4"),
     ],
 )
-def test_devices_that_were_not_started_are_refused(launcher: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_devices_that_were_not_started_are_refused(launcher: Any, name: str) -> None:
+    with refuses(ConfigurationError, name):
         check_devices(4, Placement(size=2, local_size=2, launcher=launcher))
 
 
 def test_devices_that_were_started_or_can_be_are_accepted() -> None:
     check_devices(2, Placement(size=2, local_size=2, launcher="torchrun"))
     check_devices(4, Placement())
-    with pytest.raises(ConfigurationError, match="num_nodes=1 but torchrun runs on 2"):
+    with refuses(ConfigurationError, "num_nodes=1"):
         check_devices(2, Placement(size=4, local_size=2, num_nodes=2, launcher="torchrun"))
 
 
@@ -189,7 +190,7 @@ def test_one_process_is_a_world_whose_collectives_are_identities(launched: pytes
     world.close()
     assert tensor.tolist() == [1.0, 2.0]
     assert not dist.is_initialized()
-    with pytest.raises(ConfigurationError, match="one process"):
+    with refuses(ConfigurationError, "control group"):
         _ = world.control
 
 
@@ -202,9 +203,9 @@ def test_one_rank_of_torchrun_builds_no_group(launched: pytest.MonkeyPatch) -> N
 
 def test_a_reduction_that_is_not_known_is_refused_in_one_process_too() -> None:
     world = World.single("cpu")
-    with pytest.raises(UnknownNameError, match="Did you mean 'mean'"):
+    with refuses(UnknownNameError, "'meen'", "'mean'"):
         world.all_reduce(torch.ones(1), "meen")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"torch\.int64"):
+    with refuses(ConfigurationError, "torch.int64"):
         world.all_reduce(torch.ones(1, dtype=torch.int64), "mean")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -304,7 +305,7 @@ def test_several_losses_of_a_micro_batch_share_its_weight() -> None:
     assert model.weight.item() == -2.0
     with fabric.accumulate(model):
         fabric.backward(model(torch.ones(1, 1)).sum(), weight=5)
-        with pytest.raises(ConfigurationError, match="the weights 5 and 6"):
+        with refuses(ConfigurationError, "5 and 6"):
             fabric.backward(model(torch.ones(1, 1)).sum(), weight=6)
 
 
@@ -312,7 +313,7 @@ def test_several_losses_of_a_micro_batch_share_its_weight() -> None:
 def test_an_invalid_weight_is_refused(weight: float) -> None:
     fabric = Fabric(accelerator="cpu")
     model = fabric.setup(line_model())
-    with fabric.accumulate(model), pytest.raises(ConfigurationError, match="finite number of at least 0"):
+    with fabric.accumulate(model), refuses(ConfigurationError, "weight="):
         fabric.backward(model(torch.ones(1, 1)).sum(), weight=weight)
 
 
@@ -333,10 +334,10 @@ def test_clipping_by_value_and_norm() -> None:
     assert original.weight.grad.item() == 0.5
     fabric.clip_grad_value_(model.parameters(), 0.25)
     assert original.weight.grad.item() == 0.25
-    with pytest.raises(ConfigurationError, match="exactly one"):
+    with refuses(ConfigurationError, "clip_val=None", "max_norm=None"):
         fabric.clip_gradients(model, optimizer)
     original.weight.grad.fill_(float("inf"))
-    with pytest.raises(NonFiniteError, match="inf"):
+    with refuses(NonFiniteError, "inf"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
 
@@ -510,7 +511,7 @@ def test_the_number_of_micro_batches_may_change_between_updates() -> None:
         ends.append(fabric.sync_gradients)
     assert ends == [False, False, False, True, False, True, False, True]
     assert (fabric.gradient_accumulation_steps, optimizer.applied) == (2, 3)
-    with pytest.raises(ConfigurationError, match="must be a whole number of at least 1"):
+    with refuses(ConfigurationError, "accumulate_grad_batches=0"):
         fabric.set_accumulation(0)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -170,17 +171,17 @@ def test_what_does_not_fit_is_refused_and_nothing_has_changed(tmp_path: Path) ->
     fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer, "step": 3})
     other = nn.Linear(3, 1)
     before = other.weight.clone()
-    with pytest.raises(CheckpointError, match=r"weight: \(1, 2\) in the checkpoint, \(1, 3\) in the module"):
+    with refuses(CheckpointError, "weight: (1, 2)", "(1, 3)"):
         fabric.load(tmp_path / "a.ckpt", {"model": other})
     assert torch.equal(other.weight, before)
-    with pytest.raises(CheckpointError, match=r"holds no 'modle' of that kind\. Did you mean 'model'"):
+    with refuses(CheckpointError, "'modle'", "'model'"):
         fabric.load(tmp_path / "a.ckpt", {"modle": model})
-    with pytest.raises(CheckpointError, match="optimizer 0: AdamW in the checkpoint, SGD here"):
+    with refuses(CheckpointError, "AdamW", "SGD"):
         fabric.load(tmp_path / "a.ckpt", {"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)})
     with pytest.warns(UserWarning, match="holds no 'epoch' of that kind"):
         rest = fabric.load(tmp_path / "a.ckpt", {"epoch": 1}, strict=False)
     assert set(rest) == {"model", "optimizer", "step"}
-    with pytest.raises(ConfigurationError, match="nothing in it is pickled"):
+    with refuses(ConfigurationError, "['thing']"):
         fabric.save(tmp_path / "b.ckpt", {"thing": object()})
     assert not (tmp_path / "b.ckpt").exists()
 
@@ -191,13 +192,13 @@ def test_part_of_a_module_is_saved_through_a_filter(tmp_path: Path) -> None:
     assert list(checkpoint.weights(tmp_path / "a.ckpt")) == ["bias"]
     fresh = nn.Linear(2, 1)
     weight = fresh.weight.clone()
-    with pytest.raises(CheckpointError, match="weight: missing in the checkpoint"):
+    with refuses(CheckpointError, "weight"):
         fabric.load(tmp_path / "a.ckpt", fresh)
     with pytest.warns(UserWarning, match="weight: missing in the checkpoint"):
         fabric.load(tmp_path / "a.ckpt", fresh, strict=False)
     assert torch.equal(fresh.bias, model.bias)  # type: ignore[arg-type]
     assert torch.equal(fresh.weight, weight)
-    with pytest.raises(ConfigurationError, match="Did you mean 'model'"):
+    with refuses(ConfigurationError, "'modle'", "'model'"):
         fabric.save(tmp_path / "a.ckpt", {"model": model}, filter={"modle": lambda name, value: True})
 
 
@@ -223,7 +224,7 @@ def test_registered_objects_are_part_of_the_state(tmp_path: Path) -> None:
     fabric.load_state(tmp_path / "state")
     assert counter.count == 7
     assert torch.equal(torch.rand(1), drawn)
-    with pytest.raises(ConfigurationError, match="lacks state_dict"):
+    with refuses(ConfigurationError, "register_for_checkpointing", "state_dict"):
         fabric.register_for_checkpointing(object())
 
 
@@ -281,12 +282,12 @@ def test_raw_weights_are_read_from_checkpoints_and_files(tmp_path: Path) -> None
     fabric.save_model(model, tmp_path / "out")
     for path in (tmp_path / "a.ckpt", tmp_path / "out", tmp_path / "out" / "model.safetensors"):
         assert torch.equal(fabric.load_raw(path)["weight"], model.weight)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="does not fit Linear"):
+    with refuses(CheckpointError, "Linear", "weight"):
         fabric.load_raw(tmp_path / "out", nn.Linear(3, 1))
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with refuses(CheckpointError, "nothing'"):
         fabric.load_raw(tmp_path / "nothing")
     torch.save(model.state_dict(), tmp_path / "pickle.pt")
-    with pytest.raises(CheckpointError, match="is not a safetensors file"):
+    with refuses(CheckpointError, "pickle.pt'"):
         fabric.load_raw(tmp_path / "pickle.pt")
-    with pytest.raises(ConfigurationError, match="a pickle"):
+    with refuses(ConfigurationError, "safe_serialization=False"):
         fabric.save_model(model, tmp_path / "out", safe_serialization=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -63,7 +64,7 @@ def test_dispatched_batches_are_read_by_rank_0_alone() -> None:
 
 def refuse_odd_split() -> None:
     fabric = Fabric(accelerator="cpu")
-    with pytest.raises(ConfigurationError, match="batch_size=3, which split_batches"):
+    with pytest.raises(ConfigurationError, match="batch_size=3"):
         fabric.setup_dataloaders(numbers(9, batch_size=3), split_batches=True)
 
 
@@ -134,7 +135,7 @@ def test_a_loader_shows_the_attributes_of_the_original() -> None:
     assert loader.dataset is original.dataset
     assert loader.batch_sampler is original.batch_sampler
     assert (loader.batch_size, len(loader)) == (4, 2)
-    with pytest.raises(ConfigurationError, match="set up already"):
+    with refuses(ConfigurationError, "setup_dataloaders"):
         fabric.setup_dataloaders(loader)
 
 
