@@ -33,7 +33,9 @@ _HEAD = f"# The message of every refusal in the tests, under the name of its tes
 _PROPERTY = "message"
 _UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _VARYING = (
-    (re.compile(r"[^\s'\"]*/pytest-of-[\w.-]+/pytest-\d+/(popen-gw\d+/)?"), "<pytest>/"),
+    (re.compile(r"[^\s'\"]*/pytest-of-[\w.-]+/pytest-\d+/(?:popen-gw\d+/)?([^\s'\"/]*?)\d+\b"), r"<pytest>/\1"),
+    (re.compile(r"\.[0-9a-f]{16}\.tmp\b"), ".<random>.tmp"),
+    (re.compile(r"\b[\d.]+ [KMGT]?B are free"), "<...> are free"),
     (re.compile(r"\bpid \d+"), "pid <pid>"),
     (re.compile(r"\b0x[0-9a-f]{6,}"), "<address>"),
 )
@@ -117,11 +119,12 @@ class Messages:
 
     current: ClassVar[Messages | None] = None
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, path: Path = MESSAGES) -> None:
         self._config = config
+        self._path = path
         self._writes = config.getoption("--write-messages")
         self._is_worker = hasattr(config, "workerinput")
-        self._known = read_messages()
+        self._known = read_messages(path)
         self._said: dict[str, str] = {}
         self._passed: set[str] = set()
         self._reported: set[str] = set()
@@ -130,11 +133,11 @@ class Messages:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Give the messages of a test its name."""
         self._item, self._count = item, 0
-        Messages.current = self
+        before, Messages.current = Messages.current, self
         try:
             return (yield)
         finally:
-            Messages.current = None
+            Messages.current = before
 
     def compare(self, text: str, varies: str | None) -> None:
         """Compare one more message of the current test with the file, or keep it for the file."""
@@ -172,8 +175,8 @@ class Messages:
         if self._writes and not self._is_worker and not self._config.option.collectonly:
             options = self._config.option
             is_whole = not (options.keyword or options.markexpr or any("::" in arg for arg in self._config.args))
-            known = merged(read_messages(), self._said, self._passed, self._reported if is_whole else set())
-            write_messages({key: text for key, text in known.items() if _exists(function_of(key))})
+            known = merged(read_messages(self._path), self._said, self._passed, self._reported if is_whole else set())
+            write_messages({key: text for key, text in known.items() if _exists(function_of(key))}, self._path)
 
 
 def merged(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks, run_script
 from small_fits import quiet_trainer
 from torch import Tensor, nn
@@ -130,7 +131,7 @@ def test_a_hyperparameter_that_cannot_be_saved_is_refused_before_training(tmp_pa
             return torch.optim.SGD([{"params": list(self.parameters()), "rule": print}], lr=0.1)
 
     began: list[int] = []
-    with pytest.raises(ConfigurationError, match="rule"):
+    with refuses(ConfigurationError, "'rule'"):
         fit(
             tmp_path,
             Unsaveable(),
@@ -212,7 +213,7 @@ def test_a_preempted_run_is_saved_beside_its_other_checkpoints(tmp_path: Path) -
 
 
 def test_an_empty_name_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"OnExceptionCheckpoint\(filename=''\): give the checkpoint a name"):
+    with refuses(ConfigurationError, "OnExceptionCheckpoint", "filename=''"):
         OnExceptionCheckpoint("folder", "")
 
 

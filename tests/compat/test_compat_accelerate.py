@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks, run_script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -222,7 +223,7 @@ def test_a_smaller_batch_is_tried_when_memory_runs_out() -> None:
     train = find_executable_batch_size(attempt, starting_batch_size=10)
     assert train("done") == "done"
     assert seen == [10, 9, 8]
-    with pytest.raises(TypeError, match="gets the batch size as its first argument"):
+    with refuses(TypeError, "attempt"):
         train(4, "done")
     with pytest.raises(ZeroDivisionError):
         find_executable_batch_size(lambda batch_size: 1 / 0)()
@@ -233,7 +234,7 @@ def test_a_numbered_state_is_loaded_and_counted_from(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_config=project)
     layer = nn.Linear(1, 1)
     accelerator.prepare(layer)
-    with pytest.raises(CheckpointError, match="has no numbered state"):
+    with refuses(CheckpointError, "load_state"):
         accelerator.load_state()
     before = layer.weight.item()
     accelerator.save_state()
@@ -250,21 +251,21 @@ def test_fp8_is_that_of_torchao() -> None:
     layers = [type(layer).__name__ for layer in accelerator.unwrap_model(model)]
     assert layers == ["Linear", "Float8Linear", "Linear"]
     assert compat.utils.is_fp8_available()
-    with pytest.raises(ImportError, match="mixed_precision='fp8' computes linear layers by torchao"):
+    with refuses(ImportError, "mixed_precision='fp8'"):
         _ = compat.utils.AORecipeKwargs
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "name"),
     [
-        ({"mixed_precision": "fp4"}, "mixed_precision='fp4' is not allowed: give one of None, no, bf16, fp16, fp8"),
-        ({"kwargs_handlers": ["x"]}, "kwargs_handlers got a str"),
-        ({"log_with": "tensorbord"}, "tensorboard"),
-        ({"deepspeed_plugin": compat.DeepSpeedPlugin(2, "cuda")}, "offload_optimizer_device"),
-        ({"megatron_lm_plugin": 1}, "Megatron-LM is not part"),
-        ({"mixed_precison": "bf16"}, "Did you mean 'mixed_precision'"),
+        ({"mixed_precision": "fp4"}, "mixed_precision='fp4'"),
+        ({"kwargs_handlers": ["x"]}, "kwargs_handlers"),
+        ({"log_with": "tensorbord"}, "'tensorboard'"),
+        ({"deepspeed_plugin": compat.DeepSpeedPlugin(2, "cuda")}, "offload_optimizer_device='cuda'"),
+        ({"megatron_lm_plugin": 1}, "megatron_lm_plugin=1"),
+        ({"mixed_precison": "bf16"}, "'mixed_precision'"),
     ],
 )
-def test_a_wrong_argument_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_a_wrong_argument_is_refused(arguments: dict[str, Any], name: str) -> None:
+    with refuses(ConfigurationError, name):
         Accelerator(cpu=True, **arguments)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -111,10 +112,10 @@ def test_a_fabric_evaluates_an_offloaded_model(offload: Any, tmp_path: Path) -> 
     ready = fabric.setup(net)
     assert net.get_submodule("0").weight.is_meta
     assert torch.equal(ready(DATA), expected)
-    with pytest.raises(ConfigurationError, match="Sequential has weights that Accelerate has placed"):
+    with refuses(ConfigurationError, "strategy='fsdp'"):
         fabric.setup_optimizers(torch.optim.SGD(ready.parameters(), 0.1))
     other = Fabric(accelerator="cpu", devices=1)
-    with pytest.raises(ConfigurationError, match="which cannot be trained"):
+    with refuses(ConfigurationError, "strategy='fsdp'"):
         other.setup(net, torch.optim.SGD(net.parameters(), 0.1))
 
 
@@ -122,14 +123,14 @@ def test_a_fabric_evaluates_an_offloaded_model(offload: Any, tmp_path: Path) -> 
 def test_training_is_refused(strategy: str, devices: int, tmp_path: Path) -> None:
     for module in (Scores(on_disk(tmp_path)), BuiltLater(tmp_path)):
         trainer = silent_trainer(strategy=strategy, devices=devices, max_steps=1)
-        with pytest.raises((ConfigurationError, RankError), match=r"net has weights that Accelerate .* be trained"):
+        with pytest.raises((ConfigurationError, RankError), match="Accelerate"):
             trainer.fit(module, DataLoader(DATA, batch_size=3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero3"])
 def test_sharding_is_refused(strategy: str, tmp_path: Path) -> None:
     trainer = silent_trainer(strategy=strategy, devices=2)
-    with pytest.raises(ConfigurationError, match=f"strategy='{strategy}' cannot shard: use strategy='single' or 'ddp'"):
+    with refuses(ConfigurationError, f"strategy='{strategy}'"):
         trainer.predict(Scores(on_disk(tmp_path)), DataLoader(DATA, batch_size=3))  # type: ignore[arg-type]
 
 

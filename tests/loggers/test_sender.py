@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import refuses
 from ranks import run_script, wait_until
 
 from phalanx.framework.core.errors import ConfigurationError
@@ -175,14 +176,14 @@ def test_a_directory_with_the_name_of_a_library_is_not_the_library(
 
     (tmp_path / "no_such_library").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigurationError, match="needs no_such_library"):
+    with refuses(ConfigurationError, "no_such_library"):
         Other()
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="give True, False or 'all'"):
+    with refuses(ConfigurationError, "log_model='best'"):
         MLFlowLogger(log_model="best")
-    with pytest.raises(ConfigurationError, match="Did you mean 'tracking_uri'"):
+    with refuses(ConfigurationError, "tracking_url=", "'tracking_uri'"):
         MLFlowLogger(tracking_url="x")  # type: ignore[call-arg]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import Block, LanguageModel, adamw, token_loader, tokens
+from messages import refuses
 from models import Regressor, loader, silent_trainer, weights_of
 from parity_table import converted_by_hand
 from ranks import run_on_ranks
@@ -205,34 +206,34 @@ def test_layers_are_left_out_by_name_or_by_a_function(skip: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attempt", "message"),
+    ("attempt", "name"),
     [
-        (lambda: Float8Mixed("head"), r"skip='head'\) must be a list of names: use skip=\['head'\]"),
-        (lambda: Float8Mixed(recipe="rowwize"), "recipe='rowwize' is not known. Did you mean 'rowwise'?"),
+        (lambda: Float8Mixed("head"), "skip='head'"),
+        (lambda: Float8Mixed(recipe="rowwize"), "recipe='rowwize'"),
         (
             lambda: Float8Mixed(["blocks.0.qery"]).convert_module(LanguageModel()),
-            "'blocks.0.qery' is not a submodule of LanguageModel. Did you mean 'blocks.0.query'?",
+            "'blocks.0.qery'",
         ),
         (
             lambda: silent_trainer(precision="fp8", max_steps=1).fit(Regressor(), loader()),
-            "except the first and the last layer, and Regressor has none that is not skipped: use precision='bf16-mix",
+            "precision='fp8-mixed'",
         ),
-        (lambda: silent_trainer(precision="fp8", strategy="zero2"), "precision='fp8-mixed' changes how layers compute"),
+        (lambda: silent_trainer(precision="fp8", strategy="zero2"), "precision='fp8-mixed'"),
         (
             lambda: silent_trainer(precision="fp8", strategy=FSDPStrategy(tensor_parallel=2), devices=2),
-            "'fp8-mixed' changes how layers compute, and tensor_parallel=2 splits layers over ranks",
+            "tensor_parallel=2",
         ),
     ],
 )
-def test_what_fp8_does_not_fit_is_refused_in_one_sentence(attempt: Callable[[], Any], message: str) -> None:
-    with pytest.raises((ConfigurationError, UnknownNameError), match=message):
+def test_what_fp8_does_not_fit_is_refused_in_one_sentence(attempt: Callable[[], Any], name: str) -> None:
+    with refuses((ConfigurationError, UnknownNameError), name):
         attempt()
 
 
 def test_a_gpu_without_fp8_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ConfigurationError, match=r"compute capability 8.9 or newer .*, and A100 has 8.0: use"):
+    with refuses(ConfigurationError, "precision='fp8-mixed'", "A100", "8.0"):
         Float8Mixed().check_device(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     Float8Mixed().check_device(torch.device("cuda", 0))
@@ -243,7 +244,7 @@ def test_missing_torchao_is_reported_with_the_command_to_install_it(monkeypatch:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(float8, "version", missing)
-    with pytest.raises(ConfigurationError, match="'fp8-mixed' needs torchao, which is not installed: pip install"):
+    with refuses(ConfigurationError, "precision='fp8-mixed'", "torchao"):
         silent_trainer(precision="fp8")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
+from messages import refuses
 from models import Regressor, loader, network, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -152,9 +153,9 @@ def test_a_registered_name_is_found_and_suggested(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(registry.PRECISIONS, "_table", dict(registry.PRECISIONS._table))
     registry.PRECISIONS.register("quantized", f"{__name__}:Quantized")
     assert Fabric(accelerator="cpu", devices=1, precision="quantized").precision.name == "64-quantized"
-    with pytest.raises(ConfigurationError, match="Did you mean 'quantized'"):
+    with refuses(ConfigurationError, "'quantised'", "'quantized'"):
         resolve_precision("quantised")
-    with pytest.raises(ConfigurationError, match="registered already"):
+    with refuses(ConfigurationError, "'bf16'"):
         registry.PRECISIONS.register("bf16", f"{__name__}:Quantized")
 
 
@@ -165,7 +166,7 @@ def test_a_package_adds_a_name_through_an_entry_point(monkeypatch: pytest.Monkey
 
 
 def test_a_class_instead_of_an_object_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"Pass an instance: Quantized\(\)\."):
+    with refuses(ConfigurationError, "precision=", "Quantized()"):
         silent_trainer(devices=1, precision=Quantized)
 
 
@@ -177,8 +178,8 @@ class ScaledBFloat16(Twin):
 
 
 @pytest.mark.parametrize(
-    ("precision", "words"), [(Quantized(), "'64-quantized' is not known"), (ScaledBFloat16(), "in fp16 only")]
+    ("precision", "name"), [(Quantized(), "'64-quantized'"), (ScaledBFloat16(), "precision='scaled'")]
 )
-def test_deepspeed_refuses_what_its_engine_lacks(precision: Precision, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
+def test_deepspeed_refuses_what_its_engine_lacks(precision: Precision, name: str) -> None:
+    with refuses(ConfigurationError, name):
         silent_trainer(devices=2, strategy="zero2", precision=precision)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, network, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -206,27 +207,25 @@ def test_a_hook_that_cannot_work_is_refused(function: Any, message: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "name"),
     [
-        ({"timeout": 60}, "stall_timeout"),
-        ({"process_group_backend": "gloo"}, "gloo on CPUs"),
-        ({"bucket_cap": 5}, "Did you mean 'bucket_cap_mb'"),
-        ({"ddp_comm_hok": 5}, "Did you mean 'ddp_comm_hook'"),
-        ({"process_group": 5}, "set by phalanx itself"),
-        ({"ddp_comm_state": POWER}, "without ddp_comm_hook"),
-        ({"ddp_comm_hook": "fp16"}, "must be a function"),
+        ({"timeout": 60}, "stall_timeout="),
+        ({"process_group_backend": "gloo"}, "process_group_backend='gloo'"),
+        ({"bucket_cap": 5}, "'bucket_cap_mb'"),
+        ({"ddp_comm_hok": 5}, "'ddp_comm_hook'"),
+        ({"process_group": 5}, "process_group="),
+        ({"ddp_comm_state": POWER}, "ddp_comm_hook"),
+        ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook='fp16'"),
         ({"ddp_comm_hook": powerSGD_hook.batched_powerSGD_hook}, "batch_tensors_with_same_shape=True"),
     ],
 )
-def test_an_argument_without_effect_is_refused_when_the_strategy_is_built(
-    arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_an_argument_without_effect_is_refused_when_the_strategy_is_built(arguments: dict[str, Any], name: str) -> None:
+    with refuses(ConfigurationError, name):
         DDPStrategy(**arguments)
 
 
 def test_fsdp_names_its_own_way_to_compress() -> None:
-    with pytest.raises(ConfigurationError, match=r"reduce_dtype=torch\.bfloat16"):
+    with refuses(ConfigurationError, "ddp_comm_hook=", "reduce_dtype=torch.bfloat16"):
         FSDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook)
 
 
@@ -317,7 +316,7 @@ def accelerated(name: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def test_a_hook_of_an_accelerator_that_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="comm_state_option is for PowerSGD"):
+    with refuses(ConfigurationError, "comm_state_option", "PowerSGD"):
         compat.DistributedDataParallelKwargs(comm_state_option={"start_powerSGD_iter": 2}).options()
-    with pytest.raises(ConfigurationError, match="comm_wrapper="):
+    with refuses(ConfigurationError, "comm_wrapper="):
         compat.DistributedDataParallelKwargs(comm_hook=FP16, comm_wrapper=POWER_SGD).options()

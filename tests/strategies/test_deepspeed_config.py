@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import refuses
 
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.core.precision import resolve_precision
@@ -260,7 +261,7 @@ def test_disk_buffers_have_the_size_of_the_largest_parameter(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("precision", "device"), [("16-mixed", "cpu"), ("16-true", "cpu"), ("64-true", "cuda")])
 def test_an_unsupported_precision_is_refused(precision: str, device: str) -> None:
-    with pytest.raises(ConfigurationError, match="strategy='fsdp'"):
+    with refuses(ConfigurationError, "strategy='fsdp'"):
         check_precision(resolve_precision(precision), device)
 
 
@@ -326,13 +327,13 @@ def test_lightning_names_are_aliases() -> None:
         theirs = f"deepspeed_stage_{name[4]}" + ("_offload" if name.endswith("-offload") else "")
         assert STRATEGIES.canonical(theirs) == name
     assert STRATEGIES.canonical("deepspeed_stage_3_offload_nvme") == "zero3-nvme"
-    with pytest.raises(UnknownNameError, match="Did you mean 'deepspeed_stage_3'"):
+    with refuses(UnknownNameError, "'deepspeed_stage3'", "'deepspeed_stage_3'"):
         STRATEGIES.canonical("deepspeed_stage3")
 
 
 def test_nvme_path_comes_from_an_argument_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_NVME_PATH", raising=False)
-    with pytest.raises(ConfigurationError, match=r"DeepSpeedStrategy\(stage=3"):
+    with refuses(ConfigurationError, "DeepSpeedStrategy", "stage=3"):
         STRATEGIES.load("zero3-nvme")()
     assert STRATEGIES.load("zero3-nvme")(nvme_path=tmp_path).options.nvme_path == tmp_path
     monkeypatch.setenv("PHALANX_NVME_PATH", str(tmp_path))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import refuses
 from torch import nn
 from torch.utils import cpp_extension
 
@@ -162,7 +163,7 @@ build.ensure_ops(["cpu_adam"], print)
 
 
 def test_an_unknown_op_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'cpu_adam'"):
+    with refuses(UnknownNameError, "'cpu_adm'", "'cpu_adam'"):
         ensure_ops(["cpu_adm"], print)
 
 
@@ -290,7 +291,7 @@ def test_library_environment_restores_variables(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("found", ["0.18.9", "0.19.7", "0.20.0", "1.0"])
 def test_an_unsupported_version_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(toolchain, "version", lambda name: found)
-    with pytest.raises(ConfigurationError, match=f"{re.escape(found)} is installed: pip install"):
+    with refuses(ConfigurationError, "strategy='zero2'", found):
         require_deepspeed("zero2")
 
 
@@ -305,9 +306,7 @@ def test_missing_deepspeed_is_reported_with_the_command_to_install_it(monkeypatc
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(toolchain, "version", missing)
-    with pytest.raises(
-        ConfigurationError, match=r"strategy='zero2' needs DeepSpeed.*: pip install 'deepspeed>=0.19.8,<0.20'"
-    ):
+    with refuses(ConfigurationError, "strategy='zero2'", "DeepSpeed"):
         require_deepspeed("zero2")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import silent_trainer
 from ranks import run_on_ranks
 from small_gpt import GLOBAL_BATCH, STEPS, Block, Language, SmallGPT, by_hand, per_update, token_loader, weights
@@ -85,9 +86,7 @@ def test_no_argument_changes_what_is_trained(arguments: dict[str, Any]) -> None:
 
 
 def test_arguments_of_other_frameworks_are_refused_with_their_equivalent() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"FSDPStrategy\(auto_wrap_policy=...\): there is no such argument; use units"
-    ):
+    with refuses(ConfigurationError, "FSDPStrategy", "auto_wrap_policy="):
         FSDPStrategy(auto_wrap_policy={nn.Linear})
-    with pytest.raises(ConfigurationError, match="Did you mean 'units'"):
+    with refuses(ConfigurationError, "unit=", "'units'"):
         FSDPStrategy(unit=nn.Linear)

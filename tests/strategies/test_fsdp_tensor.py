@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import silent_trainer
 from ranks import run_on_ranks
 from sharded_state import Canonical, loaded, saved, single_process
@@ -144,8 +145,8 @@ def test_state_of_one_process_is_taken_over_exactly(ranks: int) -> None:
 
 
 def test_a_module_without_a_plan_is_refused_before_any_process() -> None:
-    with pytest.raises(ConfigurationError, match=r"needs Language\.configure_tensor_parallel"):
+    with refuses(ConfigurationError, "Language.configure_tensor_parallel"):
         FSDPStrategy(tensor_parallel=2).check_module(Language())
-    with pytest.raises(ConfigurationError, match=r"needs SmallGPT\.configure_tensor_parallel"):
+    with refuses(ConfigurationError, "SmallGPT.configure_tensor_parallel"):
         FSDPStrategy(tensor_parallel=2).check_module(small_gpt())
     FSDPStrategy(tensor_parallel=2).check_module(Parallel())

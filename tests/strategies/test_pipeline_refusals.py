@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import LanguageModel, token_loader
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ def test_a_configuration_is_refused_before_the_ranks_start(attempt: Callable[[],
 
 
 def test_an_unknown_schedule_names_the_closest() -> None:
-    with pytest.raises(UnknownNameError, match="1f1b"):
+    with refuses(UnknownNameError, "'1f1'", "'1f1b'"):
         PipelineStrategy("1f1")
 
 
@@ -179,7 +180,7 @@ class Quantized(LanguageModel):
 
 
 def refused_quantized_state() -> None:
-    with pytest.raises(ConfigurationError, match=r"AdamW8bit quantizes its state .* checkpoints of a pipeline"):
+    with pytest.raises(ConfigurationError, match="AdamW8bit"):
         fit(Quantized())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ def test_ranks_say_what_they_cannot_take(module: type[Regressor], strategy: str,
     [("ZeRO-3", "zero3"), ("zero_2_offload", "zero2-offload"), ("FSDP", "fsdp"), ("fsdp_offload", "fsdp-offload")],
 )
 def test_a_name_spelt_otherwise_is_recognised(name: str, meant: str) -> None:
-    with pytest.raises(UnknownNameError, match=f"Did you mean '{meant}'"):
+    with refuses(UnknownNameError, f"'{meant}'"):
         silent_trainer(strategy=name)
 
 
@@ -115,12 +116,12 @@ def test_the_groups_of_a_second_copy_divide_the_ranks(ranks: int, fits: bool) ->
     if fits:
         strategy.check(ranks, "cpu", 1, resolve_precision("32-true"))
         return
-    with pytest.raises(ConfigurationError, match="zero_hpz_partition_size=2 does not divide 3"):
+    with refuses(ConfigurationError, "zero_hpz_partition_size=2"):
         strategy.check(ranks, "cpu", 1, resolve_precision("32-true"))
 
 
 def test_an_argument_of_lightnings_is_answered_with_what_takes_its_place() -> None:
-    with pytest.raises(ConfigurationError, match="batch sizes are those of the loaders"):
+    with refuses(ConfigurationError, "logging_batch_size_per_gpu=4"):
         DeepSpeedStrategy(logging_batch_size_per_gpu=4)  # type: ignore[call-arg]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import token_loader
+from messages import refuses
 from models import Regressor, loader, regression_data, silent_trainer
 from ranks import run_on_ranks
 from split_model import SplitModel, by_hand, mean_losses, paths, trained
@@ -169,6 +170,6 @@ def test_strategies_refuse_what_they_cannot_update(module: str, strategy: str, s
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
     trained("single", 1, str(tmp_path), "muon", 2, None, paths(tmp_path, [1]))
     saved = paths(tmp_path, [1])[1]
-    with pytest.raises(Exception, match=r"Split\(Muon, AdamW\) in the checkpoint, Split\(AdamW, AdamW\) here"):
+    with refuses(Exception, "Split(Muon, AdamW)", "Split(AdamW, AdamW)"):
         trained("single", 1, str(tmp_path), "adamw", 3, saved)
     assert isinstance(SplitModel().configure_optimizers()["optimizer"], Split)

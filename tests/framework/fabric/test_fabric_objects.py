@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks, run_script
 from torch import Tensor, nn
 
@@ -110,7 +111,7 @@ def test_a_marked_method_is_called_as_forward_is() -> None:
     assert model.seen is torch.bfloat16
     other.loss(torch.ones(1, 2))
     assert other.seen is torch.float32
-    with pytest.raises(ConfigurationError, match="no such method"):
+    with refuses(ConfigurationError, "'losss'", "mark_forward_method"):
         model.mark_forward_method("losss")  # type: ignore[operator]
 
 
@@ -184,22 +185,22 @@ def test_what_cannot_be_set_up_is_refused() -> None:
     model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=1.0))
     stray = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     for again in (original, model):
-        with pytest.raises(ConfigurationError, match="set up already"):
+        with refuses(ConfigurationError, "Linear"):
             fabric.setup(again)
-    with pytest.raises(ConfigurationError, match="set up already"):
+    with refuses(ConfigurationError, "FabricOptimizer"):
         fabric.setup_optimizers(optimizer)
-    with pytest.raises(ConfigurationError, match="updates no parameter"):
+    with refuses(ConfigurationError, "setup_optimizers", "SGD"):
         fabric.setup_optimizers(stray)
-    with pytest.raises(ConfigurationError, match="not set up"):
+    with refuses(ConfigurationError, "setup_scheduler", "StepLR"):
         fabric.setup_scheduler(torch.optim.lr_scheduler.StepLR(stray, 1))
     with (
-        pytest.raises(ConfigurationError, match="no_backward_sync was given a Linear"),
+        refuses(ConfigurationError, "no_backward_sync"),
         fabric.no_backward_sync(nn.Linear(1, 1)),
     ):
         pass
-    with pytest.raises(ConfigurationError, match="not set up"):
+    with refuses(ConfigurationError, "clip_gradients"):
         fabric.clip_gradients(model, stray, max_norm=1.0)
-    with pytest.raises(ConfigurationError, match="takes a module"):
+    with refuses(ConfigurationError, "SGD"):
         fabric.setup(stray)  # type: ignore[arg-type]
 
 
@@ -282,9 +283,9 @@ def test_metrics_are_sent_to_the_loggers(tmp_path: Path) -> None:
     assert len(lines) == 3
     assert "0.5" in lines[1]
     assert fabric.logger is fabric.loggers[0]
-    with pytest.raises(UnknownNameError, match="Did you mean 'csv'"):
+    with refuses(UnknownNameError, "'cvs'", "'csv'"):
         Fabric(accelerator="cpu", loggers="cvs")
-    with pytest.raises(ConfigurationError, match="no logger"):
+    with refuses(ConfigurationError, "Fabric", "loggers="):
         _ = Fabric(accelerator="cpu").logger
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks, run_script
 from small_fits import Tiny, loader, quiet_trainer
 
@@ -67,13 +68,13 @@ def test_one_process_gathers_itself() -> None:
     assert fabric.all_gather(torch.ones(2)).shape == (1, 2)
     assert fabric.broadcast("x") == "x"
     assert fabric.gather_for_metrics(torch.empty(0, 3)).shape == (0, 3)
-    with pytest.raises(UnknownNameError, match="Did you mean 'mean'"):
+    with refuses(UnknownNameError, "'mena'", "'mean'"):
         fabric.reduce(torch.ones(1), "mena")
 
 
 def gather_what_differs() -> None:
     fabric = Fabric(accelerator="cpu")
-    with pytest.raises(ConfigurationError, match=r"rank 0: \[1, 1\] float32; rank 1: \[1, 2\] float32"):
+    with pytest.raises(ConfigurationError, match=r"\[1, 2\] float32"):
         fabric.gather(torch.ones(1, 1 + fabric.global_rank))
     with pytest.raises(DesyncError, match="rank 0: 1, rank 1: 2"):
         fabric.gather([torch.ones(1)] * (1 + fabric.global_rank))
@@ -165,7 +166,7 @@ def test_who_waits_for_the_first_rank_learns_what_it_failed_of(local: bool) -> N
 def test_who_waits_for_the_first_rank_does_so_within_a_limit_of_its_own() -> None:
     late = "RankError: the block that this rank waited for did not finish within 0.1 s: pass a longer timeout."
     assert run_on_ranks(2, first_fails, False, 0.1, 1.0) == [["through"], [late]]
-    with pytest.raises(ConfigurationError, match="timeout=0: how many seconds"), Fabric().rank_zero_first(timeout=0):
+    with refuses(ConfigurationError, "timeout=0"), Fabric().rank_zero_first(timeout=0):
         pass
 
 
@@ -263,7 +264,7 @@ def test_what_needs_ranks_says_that_launch_was_forgotten() -> None:
         lambda: fabric.all_gather(torch.ones(1)),
         fabric.check_trigger,
     ):
-        with pytest.raises(ConfigurationError, match=r"devices=2 asks for 2 ranks.*call fabric\.launch\(\) first"):
+        with refuses(ConfigurationError, "devices=2", "fabric.launch"):
             verb()
 
 
@@ -274,7 +275,7 @@ def in_rank(fabric: Fabric, factor: int, offset: int = 0) -> int:
 def test_a_function_is_launched_in_forked_ranks_and_its_result_comes_back() -> None:
     fabric = Fabric(accelerator="cpu", devices=2)
     assert fabric.launch(in_rank, 10, offset=1) == 31
-    with pytest.raises(ConfigurationError, match=r"call launch\(function\)"):
+    with refuses(ConfigurationError, "launch(function)"):
         fabric.launch()
 
 

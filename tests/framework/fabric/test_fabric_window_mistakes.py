@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -57,25 +58,25 @@ def test_gradients_of_accumulate_are_used_before_a_whole_window() -> None:
     fabric, model, optimizer, step = alone()
     with fabric.accumulate(model):
         fabric.backward(step(ROWS), weight=8)
-    with pytest.raises(ConfigurationError, match="after a window of accumulate whose gradients were not used"):
+    with refuses(ConfigurationError, "forward_backward", "optimizer.step"):
         fabric.forward_backward(step, [ROWS])
     optimizer.step()
     fabric.forward_backward(step, [ROWS])
 
 
 MISTAKES: list[tuple[str, Any, type[Exception], str]] = [
-    ("one batch", lambda f, m, o, s: f.forward_backward(s, ROWS), ConfigurationError, r"or \[batch\] for one"),
-    ("swapped", lambda f, m, o, s: f.forward_backward([ROWS], s), ConfigurationError, "and then the list"),
-    ("weights", lambda f, m, o, s: f.forward_backward(s, [ROWS], 6), ConfigurationError, "a number for each"),
-    ("no weight", lambda f, m, o, s: f.forward_backward(s, [ROWS], [None]), ConfigurationError, "a number for each"),
-    ("detached", lambda f, m, o, s: f.forward_backward(lambda b: s(b).detach(), [ROWS]), LoopError, "not detached"),
-    ("keys", lambda f, m, o, s: f.forward_backward(lambda b: {1: s(b), "x": 2}, [ROWS]), LoopError, "the keys"),
+    ("one batch", lambda f, m, o, s: f.forward_backward(s, ROWS), ConfigurationError, "Tensor"),
+    ("swapped", lambda f, m, o, s: f.forward_backward([ROWS], s), ConfigurationError, "list as"),
+    ("weights", lambda f, m, o, s: f.forward_backward(s, [ROWS], 6), ConfigurationError, "weights="),
+    ("no weight", lambda f, m, o, s: f.forward_backward(s, [ROWS], [None]), ConfigurationError, "weights="),
+    ("detached", lambda f, m, o, s: f.forward_backward(lambda b: s(b).detach(), [ROWS]), LoopError, "no_grad"),
+    ("keys", lambda f, m, o, s: f.forward_backward(lambda b: {1: s(b), "x": 2}, [ROWS]), LoopError, "['1', 'x']"),
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "words"), [each[1:] for each in MISTAKES], ids=[each[0] for each in MISTAKES])
-def test_ordinary_mistakes_are_refused(call: Callable[..., Any], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
+@pytest.mark.parametrize(("call", "kind", "name"), [each[1:] for each in MISTAKES], ids=[each[0] for each in MISTAKES])
+def test_ordinary_mistakes_are_refused(call: Callable[..., Any], kind: type[Exception], name: str) -> None:
+    with refuses(kind, name):
         call(*alone())
 
 
@@ -91,7 +92,7 @@ def test_a_step_neither_updates_nor_clips(verb: str) -> None:
             getattr(optimizer, verb)()
         return loss
 
-    with pytest.raises(ConfigurationError, match="in the step of forward_backward"):
+    with refuses(ConfigurationError, "forward_backward"):
         fabric.forward_backward(mistaken, [ROWS, ROWS])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import LanguageModel, tokens
+from messages import refuses
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -208,29 +209,29 @@ def unfinished(fabric: Fabric, model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attempt", "kind", "words"),
+    ("attempt", "kind", "name"),
     [
-        (lambda fabric, model: fabric.forward_backward(lambda x: None, [X]), LoopError, "returned a NoneType: return"),
-        (lambda fabric, model: fabric.forward_backward(lambda x: {"a": x}, [X]), LoopError, r"the keys \['a'\]"),
-        (lambda fabric, model: fabric.forward_backward(lambda x: x, [X]), LoopError, r"shape \(4, 6\)"),
-        (lambda fabric, model: fabric.forward_backward(model.loss, [X], [-1]), ConfigurationError, "at least 0"),
+        (lambda fabric, model: fabric.forward_backward(lambda x: None, [X]), LoopError, "NoneType"),
+        (lambda fabric, model: fabric.forward_backward(lambda x: {"a": x}, [X]), LoopError, "['a']"),
+        (lambda fabric, model: fabric.forward_backward(lambda x: x, [X]), LoopError, "(4, 6)"),
+        (lambda fabric, model: fabric.forward_backward(model.loss, [X], [-1]), ConfigurationError, "weight=-1.0"),
         (
             lambda fabric, model: fabric.forward_backward(model.loss, [X], [1, 2]),
             ConfigurationError,
-            "1 micro-batch and 2 weights: give one for each",
+            "2 weights",
         ),
-        (lambda fabric, model: fabric.windows([X], 0), ConfigurationError, r"windows\(size=0\)"),
-        (own_backward, ConfigurationError, "leave it out of the step"),
-        (inside_accumulate, ConfigurationError, "inside accumulate"),
-        (unfinished, ConfigurationError, "before a window of accumulate has ended"),
+        (lambda fabric, model: fabric.windows([X], 0), ConfigurationError, "size=0"),
+        (own_backward, ConfigurationError, "backward"),
+        (inside_accumulate, ConfigurationError, "accumulate"),
+        (unfinished, ConfigurationError, "window of accumulate"),
     ],
 )
-def test_a_mistake_is_refused_with_the_next_step(attempt: Callable[..., None], kind: type, words: str) -> None:
+def test_a_mistake_is_refused_with_the_next_step(attempt: Callable[..., None], kind: type, name: str) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     module = Tower()
     model, _ = fabric.setup(module, sgd(module))
     model.mark_forward_method("loss")
-    with pytest.raises(kind, match=words):
+    with refuses(kind, name):
         attempt(fabric, model)
 
 

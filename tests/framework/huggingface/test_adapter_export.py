@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import Adapted, gpt2, llama, row_loader, rows
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -95,7 +96,7 @@ def test_an_adapter_of_a_tied_layer_is_written_and_not_merged(tmp_path: Path) ->
     module = Adapted("tied_embeddings")
     trainer = silent_trainer(devices=1, max_steps=1)
     trainer.fit(module, row_loader(12, 12))
-    with pytest.raises(ConfigurationError, match=r"wte.base_layer.weight is tied to another layer"):
+    with refuses(ConfigurationError, "wte.base_layer.weight"):
         hf.save_adapter(trainer, tmp_path / "merged", merge=True)
     hf.save_adapter(trainer, tmp_path / "adapter")
     torch.testing.assert_close(logits_of(opened(tmp_path / "adapter", "conv1d")), logits_of(module.net))
@@ -106,13 +107,13 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     plain = Regressor()
     trainer = silent_trainer(devices=1, max_steps=1)
     trainer.fit(plain, loader())
-    with pytest.raises(ConfigurationError, match=r"one peft.PeftModel, and Regressor contains 0"):
+    with refuses(ConfigurationError, "save_adapter", "Regressor"):
         hf.save_adapter(trainer, tmp_path / "adapter")
     module = Adapted("linear")
     trainer.fit(module, row_loader(12, 12))
-    with pytest.raises(UnknownNameError, match="defalt"):
+    with refuses(UnknownNameError, "adapter='defalt'", "'default'"):
         hf.save_adapter(trainer, tmp_path / "adapter", adapter="defalt")
-    with pytest.raises(ConfigurationError, match="exists"):
+    with refuses(ConfigurationError, str(tmp_path)):
         hf.save_adapter(trainer, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -131,8 +132,7 @@ def test_of_several_active_adapters_one_must_be_chosen(merge: bool, tmp_path: Pa
     net = Adapted("two_adapters").net
     net.base_model.set_adapter(["default", "other"])
     trainer = fitted(net)
-    message = r"writes one adapter, and default, other of the model are active: give its name, as adapter='default'"
-    with pytest.raises(ConfigurationError, match=message):
+    with refuses(ConfigurationError, "default, other", "adapter='default'"):
         hf.save_adapter(trainer, tmp_path / "out", merge=merge)
     assert not list(tmp_path.iterdir())
     hf.save_adapter(trainer, tmp_path / "out", adapter="other", merge=merge)
@@ -199,6 +199,6 @@ def test_what_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
 
     net = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True))
     trainer = fitted(net)
-    with pytest.raises(ConfigurationError, match=r"merge=True: peft cannot merge the adapter 'default': .*no bias"):
+    with refuses(ConfigurationError, "merge=True", "'default'", varies="Impossible .*"):
         hf.save_adapter(trainer, tmp_path / "out", merge=True)
     assert not list(tmp_path.iterdir())

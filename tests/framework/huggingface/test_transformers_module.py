@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hugging_face import MODELS, causal, collator, samples
+from messages import refuses
 from models import silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor
@@ -165,22 +166,22 @@ def test_the_weights_of_a_folder_are_loaded_once_the_model_is_built(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "name"),
     [
-        ({"model": "no/such/folder"}, r"model='no/such/folder' is not a folder"),
-        ({"model": {"n_embd": 8}}, r"model=\{...\} has no model_type"),
-        ({"model": 3}, r"model=int is not a model of transformers"),
-        ({"model": {"model_type": "gpt2"}, "task": int}, r"task=<class 'int'> is not a class of models"),
-        ({"model": {"model_type": "gpt2"}, "task": "causal_lm"}, r"causal-lm"),
+        ({"model": "no/such/folder"}, "model='no/such/folder'"),
+        ({"model": {"n_embd": 8}}, "model="),
+        ({"model": 3}, "model=int"),
+        ({"model": {"model_type": "gpt2"}, "task": int}, "task="),
+        ({"model": {"model_type": "gpt2"}, "task": "causal_lm"}, "causal-lm"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(PhalanxError, match=message):
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], name: str) -> None:
+    with refuses(PhalanxError, name):
         TransformersModule(**arguments)
 
 
 def test_a_batch_without_labels_is_refused() -> None:
-    with pytest.raises(LoopError, match=r"returned no loss for a batch with input_ids: add labels"):
+    with refuses(LoopError, "GPT2LMHeadModel", "input_ids"):
         silent_trainer(devices=1).validate(TransformersModule(causal()), [{"input_ids": torch.tensor([[3, 4]])}])
 
 
@@ -193,7 +194,7 @@ def test_a_model_with_adapters_is_given_to_load_its_checkpoint(tmp_path: Path) -
     given, trainer = TransformersModule(adapted()), silent_trainer(devices=1, max_steps=1)
     trainer.fit(given, loader("gpt2", 8))
     trainer.save_checkpoint(tmp_path / "saved")
-    with pytest.raises(PhalanxError, match=r"cannot build a PeftModel .*load_from_checkpoint\(path, model=...\)"):
+    with refuses(PhalanxError, "PeftModel", "load_from_checkpoint", "model="):
         TransformersModule.load_from_checkpoint(tmp_path / "saved")
     found = TransformersModule.load_from_checkpoint(tmp_path / "saved", model=adapted())
     assert torch.equal(weights_of(found.model), weights_of(given.model))

@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_command, run_script, session_pids, started_script, wait_until
 
 from phalanx.framework.core.errors import ConfigurationError, RankError
@@ -300,7 +301,7 @@ def test_without_a_file_there_is_nothing_to_run_again(main_module: ModuleType, f
     if file is not None:
         main_module.__file__ = file
     assert not can_rerun_script()
-    with pytest.raises(ConfigurationError, match="no script"):
+    with refuses(ConfigurationError, "script"):
         launch_script(2)
 
 
@@ -387,23 +388,23 @@ def return_a_lambda() -> object:
 
 
 def test_a_forked_rank_that_fails_is_named_with_its_traceback() -> None:
-    with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) failed:\n(.|\n)*ValueError: the cause$"):
+    with refuses(RankError, "rank 1", "ValueError: the cause", varies=r"(?s)(?<=failed:\n).*"):
         launch_function(fail_on_rank_1, (), 2)
 
 
 def test_a_forked_rank_that_is_killed_is_named_with_its_signal() -> None:
-    with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL$"):
+    with refuses(RankError, "rank 1", "SIGKILL"):
         launch_function(crash_on_rank_1, (), 2)
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_of_rank_0() -> None:
-    with pytest.raises(RankError, match=r"rank 0 (.|\n)*pickle"):
+    with refuses(RankError, "rank 0", "pickle", varies=r"(?s)(?<=failed:\n).*"):
         launch_function(return_a_lambda, (), 2)
 
 
 def test_cuda_in_use_forbids_forking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigurationError, match="CUDA is in use"):
+    with refuses(ConfigurationError, "CUDA"):
         launch_function(gather, ("hello",), 2)
 
 
@@ -411,7 +412,7 @@ def test_a_query_that_started_cuda_forbids_forking_ranks_that_use_it(monkeypatch
     # As torch answers after a plain `torch.cuda.is_available()`: not in this process, but in each copy of it.
     here = os.getpid()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != here)
-    with pytest.raises(ConfigurationError, match="PYTORCH_NVML_BASED_CUDA_CHECK"):
+    with refuses(ConfigurationError, "PYTORCH_NVML_BASED_CUDA_CHECK=1"):
         launch_function(gather, ("hello",), 2, uses_cuda=True)
     assert launch_function(gather, ("hello",), 2)[0][1] == "hello"
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)

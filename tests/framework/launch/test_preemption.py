@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_script, wait_until
 
@@ -145,7 +146,7 @@ def test_a_run_that_has_not_begun_saves_nothing(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer = silent_trainer(max_steps=5, default_root_dir=tmp_path, enable_checkpointing=True)
-    with pytest.raises(Preempted, match="before there was anything to save"):
+    with refuses(Preempted, "SIGTERM", "step 0"):
         trainer.fit(Told(), loader())
     assert not list(tmp_path.rglob("*.ckpt"))
 
@@ -166,10 +167,9 @@ def test_a_resumed_run_preempted_before_it_trains_loses_nothing(tmp_path: Path, 
         return module
 
     whole = go(tmp_path / "whole", None, 0).losses
-    with pytest.raises(Preempted, match="stopped after optimizer step 6, and saved"):
+    with refuses(Preempted, "SIGTERM", "step 6"):
         go(tmp_path, "on_train_batch_end", 6)
-    expected = "step 7, and saved" if hook == "on_train_epoch_start" else r"step 6, with nothing new since .*preempted"
-    with pytest.raises(Preempted, match=expected):
+    with refuses(Preempted, "step 7" if hook == "on_train_epoch_start" else "step 6"):
         go(tmp_path, hook, 6)
     found = go(tmp_path, None, 0).losses
     assert found == whole[-len(found) :]
@@ -247,7 +247,7 @@ def test_in_one_process_the_caller_gets_the_error_and_its_handlers_back(tmp_path
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
         trainer = silent_trainer(max_steps=5, default_root_dir=tmp_path, enable_checkpointing=True)
-        with pytest.raises(Preempted, match="SIGTERM came: stopped after optimizer step 1, and saved"):
+        with refuses(Preempted, "SIGTERM", "step 1"):
             trainer.fit(Told(), loader())
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard == [signal.SIGTERM]
@@ -261,7 +261,7 @@ def test_a_run_without_checkpoints_says_that_it_saved_nothing() -> None:
         def on_train_batch_end(self, *_: object) -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    with pytest.raises(Preempted, match="saved nothing, since this run keeps no checkpoints"):
+    with refuses(Preempted, "SIGUSR1", "step 1"):
         silent_trainer(max_steps=5).fit(Told(), loader())
 
 
@@ -300,11 +300,9 @@ def test_a_signal_during_set_up_is_handled_later() -> None:
     assert triggers.raised == {"leave": "SIGUSR1"}
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"), [(["SIGTREM"], "Did you mean 'SIGTERM'"), ("SIGTERM", "must be a list")]
-)
-def test_unknown_signals_are_refused(given: object, sentence: str) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
+@pytest.mark.parametrize(("given", "name"), [(["SIGTREM"], "'SIGTERM'"), ("SIGTERM", "preemption_signals='SIGTERM'")])
+def test_unknown_signals_are_refused(given: object, name: str) -> None:
+    with refuses(ConfigurationError, name):
         Trainer(preemption_signals=given)  # type: ignore[arg-type]
     assert check_signals([]) == ()
 
@@ -388,5 +386,5 @@ def test_an_error_of_the_queue_is_reported(
 
 def test_a_time_that_is_none_is_refused(queue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "soon")
-    with pytest.raises(ConfigurationError, match="SLURM_JOB_END_TIME='soon'"):
+    with refuses(ConfigurationError, "SLURM_JOB_END_TIME='soon'"):
         silent_trainer(max_steps=1).fit(Regressor(), loader())

@@ -321,7 +321,7 @@ def test_sharded_accumulation_and_closures(strategy: str, kind: str) -> None:
 
 
 def two_optimizers() -> None:
-    with pytest.raises(ConfigurationError, match="returned 2 optimizers, but strategy='zero1' takes one"):
+    with pytest.raises(ConfigurationError, match="strategy='zero1'"):
         silent_trainer(devices=2, max_epochs=1, strategy="zero1").fit(Gan(), data(BATCH // 2))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exhausted import FSDP_RECOVERS, PLACES, Exhausted, strategy_of
+from messages import refuses
 from models import regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -217,7 +218,7 @@ def test_other_errors_are_raised() -> None:
 def test_strategies_with_collectives_in_passes_are_refused(strategy: str) -> None:
     trainer = silent_trainer(max_epochs=1, devices=1, strategy=strategy, global_batch_size=16, micro_batch_size="auto")
 
-    with pytest.raises(ConfigurationError, match=r"or use strategy='ddp', 'fsdp' or 'zero2'\.$"):
+    with refuses(ConfigurationError, "strategy='ddp'", "'fsdp'", "'zero2'"):
         trainer.fit(Exhausted("forward", 0, 5), DataLoader(regression_data(40), batch_size=4))
 
 
@@ -273,7 +274,7 @@ def test_an_update_that_has_changed_nothing_is_repeated_exactly() -> None:
 def test_an_update_that_has_changed_a_weight_raises() -> None:
     notes: list[int] = []
 
-    with pytest.raises(LoopError, match="after it had changed a part of the weights"):
+    with refuses(LoopError, "foreach=False"):
         applied(Halfway(layer_with_gradients().parameters(), changes=True), notes)
 
     assert not notes

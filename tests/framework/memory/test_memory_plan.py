@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks, run_script
 from torch import Tensor, nn
@@ -401,16 +402,16 @@ def test_a_plan_has_a_row_for_every_strategy_and_prints_as_a_table(monkeypatch: 
     text = str(plan)
     assert "> ddp" in text
     assert all(f" {name} " in text for name in LAYOUTS)
-    with pytest.raises(ConfigurationError, match="Did you mean 'zero3'"):
+    with refuses(ConfigurationError, "'zero4'", "'zero3'"):
         plan["zero4"]
 
 
 def test_given_activation_bytes_need_no_data() -> None:
     plan = silent_trainer(devices=1).plan(Regressor(), activation_bytes=GB)
     assert plan["single"].needs.device.activations == GB
-    with pytest.raises(ConfigurationError, match="activation_bytes=-1"):
+    with refuses(ConfigurationError, "activation_bytes=-1"):
         silent_trainer(devices=1).plan(Regressor(), loader(), activation_bytes=-1)
-    with pytest.raises(ConfigurationError, match="there is no data to train"):
+    with refuses(ConfigurationError, "train_dataloaders"):
         silent_trainer(devices=1).plan(Regressor())
 
 
@@ -532,7 +533,7 @@ def test_a_plan_lets_configure_optimizers_read_the_trainer(read: str) -> None:
     assert "could not be rehearsed" not in str(plan)
     (row,) = [each for each in plan if each.name == "single"]
     assert row.rank is not None
-    with pytest.raises(ConfigurationError, match="belongs to no run"):
+    with refuses(ConfigurationError, "Reading", "module.trainer"):
         _ = module.trainer
-    with pytest.raises(ConfigurationError, match="known from configure_optimizers of the first"):
+    with refuses(ConfigurationError, "configure_optimizers"):
         _ = trainer.estimated_stepping_batches

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 
 from phalanx.framework.core.errors import ConfigurationError
@@ -51,23 +52,23 @@ def test_strategies_are_checked_for_the_devices_of_the_machines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "name"),
     [
-        ({"ranks": 0}, "ranks=0 must be a whole number of at least 1"),
-        ({"ranks": 12}, "ranks=12 do not fill nodes of 8 ranks"),
-        ({"ranks": 6, "ranks_per_node": 4}, "ranks=6 do not fill nodes of 4 ranks"),
-        ({"device_memory": "80 apples"}, "device_memory='80 apples' is not a size"),
-        ({"host_memory": 0}, "host_memory=0 is not a size"),
+        ({"ranks": 0}, "ranks=0"),
+        ({"ranks": 12}, "ranks=12"),
+        ({"ranks": 6, "ranks_per_node": 4}, "ranks=6"),
+        ({"device_memory": "80 apples"}, "device_memory='80 apples'"),
+        ({"host_memory": 0}, "host_memory=0"),
     ],
 )
-def test_wrong_machines(arguments: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
+def test_wrong_machines(arguments: dict[str, Any], name: str) -> None:
+    with refuses(ConfigurationError, name):
         silent_trainer().plan(Regressor(), loader(), **arguments)
 
 
 def test_the_ranks_of_the_trainer_must_fill_the_nodes() -> None:
     trainer = silent_trainer(devices=4)
-    with pytest.raises(ConfigurationError, match="ranks=4 do not fill nodes of 3 ranks"):
+    with refuses(ConfigurationError, "ranks=4"):
         trainer.plan(Regressor(), loader(), ranks_per_node=3)
     plan = trainer.plan(Regressor(), loader(), ranks_per_node=2)
     assert (plan.world_size, plan.local_size) == (4, 2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from logged import numbers
+from messages import refuses
 from models import SILENT, Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import nn
@@ -93,14 +94,14 @@ def test_hooks_where_lightning_refuses(lightning: Any, hook: str) -> None:
         lightning.Trainer(**{**SILENT, **SETTINGS}, callbacks=[writing(lightning.Callback, (hook,))]).fit(
             in_lightning(lightning), loader(10, 4), loader(7, 4)
         )
-    with pytest.raises(MetricError, match="where nothing is gathered"):
+    with refuses(MetricError, "log("):
         silent_trainer(**SETTINGS, callbacks=[writing(Callback, (hook,))]).fit(Evaluated(), loader(10, 4), loader(7, 4))
 
 
 def test_a_callback_that_monitors_may_not_log_after_the_reduction() -> None:
     callback = writing(Callback, ("on_train_epoch_end",))
     callback.monitors = True
-    with pytest.raises(MetricError, match=r"after the metrics of the epoch are reduced.*: log in an earlier hook"):
+    with refuses(MetricError, "'in_on_train_epoch_end'"):
         silent_trainer(**SETTINGS, callbacks=[callback]).fit(Evaluated(), loader(8))
 
 

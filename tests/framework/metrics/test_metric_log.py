@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from logged import Interrupt, counted_collectives, numbers
+from messages import refuses
 from models import loader, network, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -297,25 +298,25 @@ def test_nan_stays_nan_at_any_position(fx: str, values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "name"),
     [
-        ("0.5", r"got a str; a value must be a number"),
-        (b"1", r"got a bytes"),
-        (torch.zeros(3), r"got a tensor of shape \(3,\).*\.mean\(\)"),
-        (torch.zeros(0), r"got a tensor of shape \(0,\)"),
-        (torch.zeros(2, device="meta"), r"got a tensor of shape \(2,\)"),
-        (torch.tensor(1j), "got a complex"),
-        (np.zeros(2), "got a ndarray"),
-        ([1.0], "got a list"),
-        ({"a": 1.0}, "got a dict"),
-        (None, "got a NoneType"),
-        (10**400, "got an int"),
+        ("0.5", "str"),
+        (b"1", "bytes"),
+        (torch.zeros(3), "(3,)"),
+        (torch.zeros(0), "(0,)"),
+        (torch.zeros(2, device="meta"), "(2,)"),
+        (torch.tensor(1j), "complex"),
+        (np.zeros(2), "ndarray"),
+        ([1.0], "list"),
+        ({"a": 1.0}, "dict"),
+        (None, "NoneType"),
+        (10**400, "int"),
     ],
     ids=repr,
 )
-def test_values_other_than_numbers_are_refused_in_one_sentence(value: Any, said: str) -> None:
+def test_values_other_than_numbers_are_refused_in_one_sentence(value: Any, name: str) -> None:
     module, _ = log_of()
-    with pytest.raises(MetricError, match=said) as caught:
+    with refuses(MetricError, name) as caught:
         module.log("x", value)
     assert "'x'" in str(caught.value)
 
@@ -390,7 +391,7 @@ def test_a_tensor_changed_between_two_names_is_logged_as_it_is_at_each() -> None
 def test_other_arguments_for_a_name_are_refused(first: dict[str, Any], second: dict[str, Any]) -> None:
     module, _ = log_of()
     module.log("x", 1.0, **first)
-    with pytest.raises(ConfigurationError, match=r"log\('x', \.\.\.\) was called with other arguments"):
+    with refuses(ConfigurationError, "'x'"):
         module.log("x", 1.0, **second)
 
 
@@ -402,24 +403,24 @@ def test_the_same_reduction_may_be_written_differently() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "in_step", "said"),
+    ("arguments", "in_step", "name"),
     [
-        ({"reduce_fx": "means"}, True, r"reduce_fx='means'.*Did you mean 'mean'"),
-        ({"reduce_fx": lambda values: values}, True, "log a torchmetrics Metric"),
-        ({"reduce_fx": [1]}, True, "Known: mean, sum, min, max"),
-        ({"on_step": True}, False, "use on_epoch=True"),
-        ({"on_step": False, "on_epoch": False}, True, "records nothing"),
+        ({"reduce_fx": "means"}, True, "reduce_fx='means'"),
+        ({"reduce_fx": lambda values: values}, True, "reduce_fx=<function"),
+        ({"reduce_fx": [1]}, True, "reduce_fx=[1]"),
+        ({"on_step": True}, False, "on_epoch=True"),
+        ({"on_step": False, "on_epoch": False}, True, "on_step and on_epoch"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], in_step: bool, said: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], in_step: bool, name: str) -> None:
     module, _ = log_of(in_step=in_step)
-    with pytest.raises(ConfigurationError, match=said):
+    with refuses(ConfigurationError, name):
         module.log("x", 1.0, **arguments)
 
 
 def test_a_misspelt_argument_is_refused() -> None:
     module, _ = log_of()
-    with pytest.raises(TypeError, match="on_epochs"):
+    with refuses(TypeError, "on_epochs=True", "'on_epoch'"):
         module.log("x", 1.0, on_epochs=True)  # type: ignore[call-arg]
 
 
@@ -437,7 +438,7 @@ def test_tensors_are_read_the_same_whatever_the_build_of_torch(monkeypatch: pyte
     values = log.step_values("logger")
     assert values.pop("meta").is_meta
     assert values == {"float": 0.5, "double": 0.1, "int": 3.0}
-    with pytest.raises(MetricError, match=r"shape \(2,\)"):
+    with refuses(MetricError, "'several'", "(2,)"):
         module.log("several", torch.zeros(2))
 
 
@@ -732,9 +733,9 @@ class Predicting(Logging):
 
 
 def test_hooks_where_nothing_is_gathered_refuse() -> None:
-    with pytest.raises(MetricError, match="use on_validation_epoch_end"):
+    with refuses(MetricError, "'late'", "on_validation_epoch_end"):
         silent_trainer().validate(Late({}), loader(4), verbose=False)
-    with pytest.raises(MetricError, match="return it from predict_step"):
+    with refuses(MetricError, "predict_step"):
         silent_trainer().predict(Predicting({}), loader(4))
 
 

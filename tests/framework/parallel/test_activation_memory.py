@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import LanguageModel, token_loader, tokens
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -117,16 +118,16 @@ def test_a_copy_of_a_block_has_its_plain_forward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "name"),
     [
-        ({"memory": "block"}, r"memory='block' is not known. Did you mean 'blocks'\?"),
-        ({"memory": {"*": "full"}}, r"memory='full' is not known. Known: blocks, selective, offload."),
-        ({"memory": {}}, r"memory=\{\} must be one of blocks, selective, offload"),
-        ({"memory": "blocks", "compile": True}, r"memory='blocks' changes what blocks keep .* leave memory or compile"),
+        ({"memory": "block"}, "memory='block'"),
+        ({"memory": {"*": "full"}}, "memory='full'"),
+        ({"memory": {}}, "memory={}"),
+        ({"memory": "blocks", "compile": True}, "memory='blocks'"),
     ],
 )
-def test_wrong_words_are_refused(arguments: Mapping[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
+def test_wrong_words_are_refused(arguments: Mapping[str, Any], name: str) -> None:
+    with refuses(ConfigurationError, name):
         silent_trainer(**arguments)
 
 
@@ -222,8 +223,7 @@ class Single(Regressor):
 
 
 def test_modules_without_such_blocks_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="memory='blocks' found no repeated blocks in Single"):
+    with refuses(ConfigurationError, "memory='blocks'", "Single"):
         silent_trainer(memory="blocks", max_steps=1).fit(Single(), loader())
-    match = r"memory: 'block.9' matches no block of Dropping, which are blocks.0, "
-    with pytest.raises(ConfigurationError, match=match):
+    with refuses(ConfigurationError, "'block.9'", "'blocks.2'"):
         silent_trainer(memory={"block.9": "blocks"}, max_steps=1).fit(Dropping(), token_loader(8))

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from compiled_graphs import GRAPHS, counting, forget_compiled, num_graphs
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from small_gpt import (
@@ -255,7 +256,7 @@ class Poisoned(Language):
 def test_the_search_for_a_nonfinite_value_looks_into_compiled_blocks() -> None:
     forget_compiled()
     trainer = silent_trainer(devices=1, max_steps=4, compile={"backend": "eager"})
-    with pytest.raises(Exception, match=r"gpt\.blocks\.1\.up \(Linear\)"):
+    with refuses(Exception, "gpt.blocks.1.up"):
         trainer.fit(Poisoned(), token_loader(6))
 
 
@@ -339,13 +340,13 @@ def test_a_wrong_compile_is_refused_when_the_trainer_is_made(given: Any, said: s
 
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigurationError, match=r"lacks a C\+\+ compiler \(no 'no-such-compiler' on PATH"):
+    with refuses(ConfigurationError, "'no-such-compiler'", "PATH"):
         silent_trainer(devices=1, compile=True)
     silent_trainer(devices=1, compile={"backend": "aot_eager"})
 
 
 def test_blocks_that_are_asked_for_must_exist() -> None:
-    with pytest.raises(ConfigurationError, match="found no repeated blocks in Regressor: give compile=True"):
+    with refuses(ConfigurationError, "compile=True"):
         silent_trainer(devices=1, compile={"blocks": True, "backend": "eager"}).fit(Regressor(), loader())
 
 
@@ -364,15 +365,13 @@ def test_a_strategy_that_cannot_compile_says_why() -> None:
 
     makes: list[Any] = [silent_trainer, Fabric]
     for make in makes:
-        with pytest.raises(
-            ConfigurationError, match=r"strategy='own' got compile=.*, and it gathers each layer in a hook"
-        ):
+        with refuses(ConfigurationError, "strategy='own'", "compile="):
             make(devices=1, strategy=Own(), compile={"backend": "eager"})
 
 
 def test_recomputed_activations_are_not_compiled() -> None:
     strategy = FSDPStrategy(activation_checkpointing=True)
-    with pytest.raises(ConfigurationError, match="it recomputes activations with activation_checkpointing"):
+    with refuses(ConfigurationError, "activation_checkpointing"):
         silent_trainer(devices=1, strategy=strategy, compile={"backend": "eager"})
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import FineTuned, loader, model_class, written
+from messages import refuses
 from models import silent_trainer
 from ranks import run_on_ranks
 
@@ -111,8 +112,7 @@ def test_what_a_module_sets_afterwards_stays(tmp_path: Path) -> None:
     trainer = silent_trainer(devices=1, max_steps=1)
     trainer.fit(module, loader())
     assert module.net.generation_config.max_new_tokens == 2
-    message = r"refuses to write the generation_config of GPT2LMHeadModel: .*temperature"
-    with pytest.raises(ConfigurationError, match=message.replace(".*", "(?s:.*)")):
+    with refuses(ConfigurationError, "GPT2LMHeadModel", "temperature", varies="(?s)GenerationConfig .*"):
         trainer.save_pretrained(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
@@ -139,5 +139,5 @@ def test_older_folders_have_the_settings_in_their_config(tmp_path: Path) -> None
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     folder = base(tmp_path / "base")
     (folder / "generation_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"generation_config.json cannot be read: "):
+    with refuses(CheckpointError, "generation_config.json", varies="(?<=be read: ).*"):
         TransformersModule(folder)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_models import FineTuned, loader, model_class, tiny_config, tokens, written
+from messages import refuses, says
 from models import Regressor, silent_trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ def test_a_new_head_keeps_its_initial_values_and_is_named(empty: bool, tmp_path:
     assert len(notes) == 1
     assert "classifier.weight: missing in the checkpoint" in notes[0]
     assert "cls.predictions.bias: unknown to the module" in notes[0]
-    with pytest.raises(CheckpointError, match=r"classifier.weight: missing"):
+    with refuses(CheckpointError, "classifier.weight"):
         loaded(build, tmp_path, strict=True)
 
 
@@ -122,7 +122,7 @@ def test_tied_tensors_of_different_values_are_refused(tmp_path: Path) -> None:
         written("gpt2", tmp_path),
         lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"] + 1}),
     )
-    with pytest.raises(CheckpointError, match=r"different values for .*tie_word_embeddings=False"):
+    with refuses(CheckpointError, "tie_word_embeddings=False"):
         loaded(lambda: model_class("gpt2").from_config(tiny_config("gpt2")), tmp_path)
     untied = tiny_config("gpt2", tie_word_embeddings=False)
     own, _ = loaded(lambda: model_class("gpt2").from_config(untied), tmp_path)
@@ -133,12 +133,11 @@ def test_wrong_shapes_are_refused_by_name(tmp_path: Path) -> None:
     written("gpt2", tmp_path)
     larger = tiny_config("gpt2")
     larger.n_positions = 12
-    message = r"transformer.wpe.weight: \(8, 16\) in the checkpoint, \(12, 16\) in the module"
-    with pytest.raises(CheckpointError, match=message):
+    with refuses(CheckpointError, "transformer.wpe.weight", "(8, 16)", "(12, 16)"):
         loaded(lambda: model_class("gpt2").from_config(larger), tmp_path)
     own, notes = loaded(lambda: model_class("gpt2").from_config(larger), tmp_path, strict=False)
     assert own.transformer.wpe.weight.shape == (12, 16)
-    assert re.search(message, notes[0])
+    says(notes[0], "transformer.wpe.weight", "(8, 16)", "(12, 16)")
 
 
 def test_unknown_names_are_reported_with_the_closest_one(tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def test_layouts_that_transformers_converts_are_refused(tmp_path: Path) -> None:
     config = MixtralConfig(num_hidden_layers=1, num_local_experts=2, vocab_size=61, **sizes)
     model = MixtralForCausalLM(config)
     model.save_pretrained(tmp_path / "old")
-    with pytest.raises(CheckpointError, match="save_original_format=False"):
+    with refuses(CheckpointError, "save_original_format=False"):
         loaded(lambda: MixtralForCausalLM(config), tmp_path / "old")
     model.save_pretrained(tmp_path / "new", save_original_format=False)
     own, _ = loaded(lambda: MixtralForCausalLM(config), tmp_path / "new")
@@ -187,7 +186,7 @@ def test_layouts_that_transformers_converts_are_refused(tmp_path: Path) -> None:
 
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     written("bert", tmp_path)
-    with pytest.raises(CheckpointError, match="does not fit GPT2LMHeadModel: only 0 of its"):
+    with refuses(CheckpointError, "GPT2LMHeadModel"):
         loaded(lambda: model_class("gpt2").from_config(tiny_config("gpt2")), tmp_path)
 
 
@@ -197,7 +196,7 @@ def test_values_are_cast_to_the_dtype_of_the_module(tmp_path: Path) -> None:
     own, _ = loaded(build, tmp_path)
     assert_like(own, expected.to(torch.bfloat16))
     edited(tmp_path, lambda tensors: tensors.update({"transformer.ln_f.bias": torch.zeros(16, dtype=torch.int8)}))
-    with pytest.raises(CheckpointError, match=r"transformer.ln_f.bias as torch.int8"):
+    with refuses(CheckpointError, "transformer.ln_f.bias", "torch.int8"):
         loaded(build, tmp_path)
 
 
@@ -210,7 +209,7 @@ def test_other_modules_must_match(tmp_path: Path) -> None:
     edited_tensors = source.state_dict()
     edited_tensors["more"] = torch.zeros(1)
     save_file(edited_tensors, tmp_path / "net.safetensors")
-    with pytest.raises(CheckpointError, match="more: unknown to the module"):
+    with refuses(CheckpointError, "strict=False", "net.safetensors"):
         loaded(lambda: Regressor().net, tmp_path / "net.safetensors", into="net")
     _, notes = loaded(lambda: Regressor().net, tmp_path / "net.safetensors", into="net", strict=False)
     assert "more: unknown to the module" in notes[0]
@@ -239,7 +238,7 @@ def test_buffers_that_no_file_holds_need_their_values(tmp_path: Path) -> None:
         with torch.device("meta"):
             return Scaled()
 
-    with pytest.raises(ConfigurationError, match=r"scale is on the meta device.* the files to load do not hold it"):
+    with refuses(ConfigurationError, "net.scale"):
         loaded(build, tmp_path / "given.safetensors", into="net")
 
 
@@ -280,13 +279,13 @@ def test_layers_may_be_wrapped_after_the_request(tmp_path: Path) -> None:
 def test_arguments_are_checked(tmp_path: Path) -> None:
     module = TrainModule()
     module.net = nn.Linear(1, 1)
-    with pytest.raises(UnknownNameError, match="net"):
+    with refuses(UnknownNameError, "'net'"):
         module.load_pretrained(tmp_path, into="nett")
-    with pytest.raises(ConfigurationError, match="path=3"):
+    with refuses(ConfigurationError, "path=3"):
         module.load_pretrained(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="strict='yes'"):
+    with refuses(ConfigurationError, "strict='yes'"):
         module.load_pretrained(tmp_path, strict="yes")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="into=int"):
+    with refuses(ConfigurationError, "into=int"):
         module.load_pretrained(tmp_path, into=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="pretrained=3"):
+    with refuses(ConfigurationError, "pretrained=3"):
         silent_trainer(max_steps=1).fit(Regressor(), DataLoader(tokens()), pretrained=3)  # type: ignore[arg-type]

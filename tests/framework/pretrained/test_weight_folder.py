@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from safetensors.torch import load_file, save_file
 
 from phalanx.checkpoint import fingerprint
@@ -104,22 +105,22 @@ def damaged(folder: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "name"),
     [
-        ("missing", "cannot be read: No such file"),
-        ("truncated", "bytes where its header says"),
-        ("longer", "bytes where its header says"),
-        ("header", "ends within its header"),
-        ("empty", "it has no header"),
-        ("huge header", "it has no header"),
-        ("not json", "is not a safetensors file that can be read"),
-        ("wrong size", r"shape \[9\] and 4 bytes"),
-        ("into the header", r"shape \[1\]"),
+        ("missing", "No such file"),
+        ("truncated", "bytes"),
+        ("longer", "bytes"),
+        ("header", "header"),
+        ("empty", "header"),
+        ("huge header", "header"),
+        ("not json", "Expecting"),
+        ("wrong size", "[9]"),
+        ("into the header", "[1]"),
     ],
 )
-def test_damaged_files_are_refused(what: str, message: str, folder: Path) -> None:
+def test_damaged_files_are_refused(what: str, name: str, folder: Path) -> None:
     damaged(folder, what)
-    with pytest.raises(CheckpointError, match=f"00001-of-00002.*{message}"):
+    with refuses(CheckpointError, "00001-of-00002", name):
         open_weights(folder)
 
 
@@ -128,47 +129,47 @@ def test_an_index_names_files_of_its_own_folder_alone(name: str, folder: Path) -
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["b"] = name
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"not a .safetensors file in the same folder"):
+    with refuses(CheckpointError, "model.safetensors.index.json"):
         open_weights(folder)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "name"),
     [
-        ("{", "cannot be read"),
-        ("[]", "it is not an object"),
-        ('{"weight_map": [1]}', "has no weight_map"),
-        ('{"weight_map": {"a": 1}}', "has no weight_map"),
-        ('{"weight_map": {"z": "model-00001-of-00002.safetensors"}}', "holds 'z', which it does not"),
-        ('{"a": 1, "a": 2}', "appears twice"),
+        ("{", "Expecting"),
+        ("[]", "object"),
+        ('{"weight_map": [1]}', "weight_map"),
+        ('{"weight_map": {"a": 1}}', "weight_map"),
+        ('{"weight_map": {"z": "model-00001-of-00002.safetensors"}}', "'z'"),
+        ('{"a": 1, "a": 2}', "twice"),
     ],
 )
-def test_a_damaged_index_is_refused(text: str, message: str, folder: Path) -> None:
+def test_a_damaged_index_is_refused(text: str, name: str, folder: Path) -> None:
     (folder / INDEX).write_text(text)
-    with pytest.raises(CheckpointError, match=message):
+    with refuses(CheckpointError, name):
         open_weights(folder)
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="snapshot_download"):
+    with refuses(CheckpointError, "huggingface_hub.snapshot_download"):
         open_weights("gpt2-that-is-not-here")
-    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor"):
+    with refuses(CheckpointError, "model.safetensors.index.json"):
         open_weights(tmp_path)
     torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="is a pickle and is not read"):
+    with refuses(CheckpointError, "pytorch_model.bin"):
         open_weights(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a safetensors file"):
+    with refuses(CheckpointError, "pytorch_model.bin"):
         open_weights(tmp_path / "pytorch_model.bin")
     save_file({"a": torch.zeros(1)}, tmp_path / SINGLE)
     (tmp_path / "config.json").write_text('{"quantization_config": {"bits": 4}}')
-    with pytest.raises(CheckpointError, match="quantized"):
+    with refuses(CheckpointError, "quantized", "config.json"):
         open_weights(tmp_path)
 
 
 def test_a_file_that_is_replaced_in_between_is_refused(folder: Path, tmp_path: Path) -> None:
     weights = open_weights(folder)
     save_file({"b": torch.zeros(3)}, folder / "model-00001-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+    with refuses(CheckpointError, "model-00001-of-00002.safetensors"):
         weights.tensors["b"].read()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks
 from small_fits import Tiny, loader, quiet_trainer
 from torch import Tensor, nn
@@ -206,7 +207,7 @@ def test_loggers_receive_the_speed_from_the_callback_alone(tmp_path: Path) -> No
     plain = CSVLogger(tmp_path, "", "plain")
     quiet_trainer(tmp_path, [], max_epochs=1, logger=plain, log_every_n_steps=1).fit(Tiny(), loader())
     assert "throughput" not in (tmp_path / "plain" / "metrics.csv").read_text()
-    with pytest.raises(ConfigurationError, match="ThroughputMonitor requires a logger"):
+    with refuses(ConfigurationError, "ThroughputMonitor"):
         quiet_trainer(tmp_path, ThroughputMonitor()).fit(Tiny(), loader())
 
 
@@ -256,7 +257,7 @@ def test_the_text_of_a_speed(changes: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("peak", [0, -1.0, True, "1e12"])
 def test_a_wrong_peak_is_refused(peak: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"device_peak_flops=.* must be a number above 0"):
+    with refuses(ConfigurationError, "device_peak_flops="):
         quiet_trainer(tmp_path, [], device_peak_flops=peak)
 
 

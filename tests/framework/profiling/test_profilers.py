@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from messages import refuses
 from ranks import run_on_ranks
 from small_fits import Tiny, capturing, loader, quiet_trainer
 
@@ -188,20 +189,20 @@ def test_profilers_by_name(name: str | None, kind: type[Profiler], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "name"),
     [
-        ("simpel", r"'simpel'.*Did you mean 'simple'"),
-        (3, r"profiler=3 must be None, one of simple, advanced, torch, pytorch, or a Profiler"),
-        (SimpleProfiler, r"Pass an instance: SimpleProfiler\(\)"),
+        ("simpel", "'simpel'"),
+        (3, "profiler=3"),
+        (SimpleProfiler, "profiler="),
     ],
 )
-def test_other_profilers_are_refused(given: Any, sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
+def test_other_profilers_are_refused(given: Any, name: str, tmp_path: Path) -> None:
+    with refuses(ConfigurationError, name):
         quiet_trainer(tmp_path, [], profiler=given)
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"SimpleProfiler\(dirpath=3\): give a path"):
+    with refuses(ConfigurationError, "SimpleProfiler", "dirpath=3"):
         SimpleProfiler(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="writes the traces itself"):
+    with refuses(ConfigurationError, "PyTorchProfiler", "on_trace_ready="):
         PyTorchProfiler(on_trace_ready=print)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from made_runs import CONFIG, EVENTS, GONE, HOSTILE, ended, running, write_run
+from messages import refuses
 
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.report.charts import Scale, charts_of, ticks
@@ -198,7 +199,7 @@ def test_commands_times_and_numbers_are_short() -> None:
 
 def test_runs_are_found_by_path_and_by_the_end_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match="no run below"):
+    with refuses(ConfigurationError, "'.'"):
         find_run(None, Path())
     for name in ("gpt/version_0", "gpt/version_1", "deep/er/logs/version_7"):
         write_run(tmp_path / name, report=ended(0))
@@ -209,5 +210,5 @@ def test_runs_are_found_by_path_and_by_the_end_of_it(tmp_path: Path, monkeypatch
         assert find_run(given, Path()).absolute() == tmp_path / "gpt/version_1", given
     assert find_run("gpt", Path()) == Path("gpt/version_1")
     for given in ("gtp/version_1", "verson_1"):
-        with pytest.raises(ConfigurationError, match="Did you mean 'gpt/version_1'"):
+        with refuses(ConfigurationError, "'gtp/version_1'", "'gpt/version_1'"):
             find_run(given, Path())

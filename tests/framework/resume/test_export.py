@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from safetensors.torch import load_file
@@ -60,7 +61,7 @@ def fitted(folder: str, strategy: str, ranks: int) -> dict[str, Tensor]:
     )
     trainer.fit(module, loader(64))
     trainer.export(Path(folder) / "after.safetensors")
-    with pytest.raises(ConfigurationError, match="dtype='bf17'"):
+    with refuses(ConfigurationError, "dtype='bf17'", "'bf16'"):
         trainer.export(Path(folder) / "x", dtype="bf17")
     return {name: tensor.clone() for name, tensor in module.state_dict().items()} if trainer.is_global_zero else {}
 
@@ -92,7 +93,7 @@ def test_what_is_exported_is_the_model(tmp_path: Path, strategy: str, ranks: int
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     trainer = silent_trainer(max_steps=1, default_root_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match="fit first"):
+    with refuses(ConfigurationError, "export"):
         trainer.export(tmp_path / "a.safetensors")
     module = Tied()
     trainer.fit(module, loader(8))
@@ -100,13 +101,13 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     found = load_file(tmp_path / "half.safetensors")
     assert torch.equal(found["net.0.weight"], module.state_dict()["net.0.weight"].bfloat16())
     assert found["norm.num_batches_tracked"].dtype == torch.int64
-    with pytest.raises(ConfigurationError, match="exists"):
+    with refuses(ConfigurationError, "half.safetensors"):
         trainer.export(tmp_path / "half.safetensors")
     with torch.no_grad():
         module.state_dict()["net.0.weight"][0, 0] = 1e6
-    with pytest.raises(ConfigurationError, match=r"'net.0.weight' holds 1e\+06, which torch.float16 cannot hold"):
+    with refuses(ConfigurationError, "'net.0.weight'", "1e+06"):
         trainer.export(tmp_path / "narrow.safetensors", dtype="float16")
     module.to("meta")
-    with pytest.raises(ConfigurationError, match=r"does not hold .net\.0\.weight."):
+    with refuses(ConfigurationError, "'net.0.weight'"):
         trainer.export(tmp_path / "meta.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["half.safetensors"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from ranks import run_on_ranks
 from small_fits import Tiny, capturing, loader, quiet_trainer
 
@@ -230,7 +231,7 @@ def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path: Path, asynchro
 
     saver = ModelCheckpoint(kept, filename="{step}", asynchronous=asynchronous)
     trainer = quiet_trainer(tmp_path, [At({4: block}), saver], max_epochs=1)
-    with pytest.raises(StorageError, match=r"is done, but its last checkpoint is not on the disk: .*step=4"):
+    with refuses(StorageError, "step=4"):
         trainer.fit(Tiny(), loader(16))
     assert trainer.global_step == 4
 
@@ -252,7 +253,7 @@ def test_a_save_that_a_user_asked_for(tmp_path: Path, asynchronous: bool) -> Non
     trainer = quiet_trainer(tmp_path, Asking(), max_epochs=1)
     notes = capturing(trainer)
     # Nothing came after it that would make up for it.
-    with pytest.raises(StorageError, match=r"a\.ckpt") if asynchronous else nullcontext():
+    with refuses(StorageError, "a.ckpt") if asynchronous else nullcontext():
         trainer.fit(Tiny(), loader())
     told = [note for note in notes if str(tmp_path / "file" / "a.ckpt") in note]
     assert (len(raised), len(told)) == ((0, 1) if asynchronous else (1, 0))
@@ -312,7 +313,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_the_first_step(tmp
     module = Tiny()
     before = module.layer.weight.clone()
     try:
-        with pytest.raises(StorageError, match=r"checkpoints cannot be saved in '.*kept'"):
+        with refuses(StorageError, "kept'"):
             quiet_trainer(tmp_path, ModelCheckpoint(place / "kept"), max_epochs=1).fit(module, loader())
     finally:
         if where == "read_only":
@@ -452,7 +453,7 @@ def test_nonfinite_weights_raise_where_a_user_saves(tmp_path: Path) -> None:
 
     class Asking(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            with pytest.raises(NonFiniteError, match=r"layer\.weight is not finite"):
+            with refuses(NonFiniteError, "layer.weight"):
                 trainer.save_checkpoint(tmp_path / "a.ckpt")
             trainer.should_stop = True
 
@@ -498,6 +499,6 @@ class Unsaved(Callback):
 
 def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, [Unsaved(), every_step(tmp_path / "kept")], max_epochs=1)
-    with pytest.raises(ConfigurationError, match="where"):
+    with refuses(ConfigurationError, "['where']"):
         trainer.fit(Tiny(), loader(8))
     assert trainer.global_step == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import network, regression_data, silent_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -140,13 +141,12 @@ def test_another_base_is_refused_wherever_it_is_loaded(tmp_path: Path) -> None:
     fitted(path)
     other = Tuned(seed=4)
     before = {name: one.clone() for name, one in other.state_dict().items()}
-    message = r"leaves out 4 frozen weights of the base .* base.0.weight has other values here and 3 more: build"
     trainer = silent_trainer(devices=1, max_steps=6)
-    with pytest.raises(CheckpointError, match=message):
+    with refuses(CheckpointError, "base.0.weight"):
         trainer.fit(other, batches(), ckpt_path=path)
-    with pytest.raises(CheckpointError, match=message):
+    with refuses(CheckpointError, "base.0.weight"):
         trainer.validate(other, batches(), ckpt_path=path)
-    with pytest.raises(CheckpointError, match=message):
+    with refuses(CheckpointError, "base.0.weight"):
         Tuned.load_from_checkpoint(path, seed=4, strict=False)
     assert all(torch.equal(one, before[name]) for name, one in other.state_dict().items())
 
@@ -154,7 +154,7 @@ def test_another_base_is_refused_wherever_it_is_loaded(tmp_path: Path) -> None:
 def test_another_dtype_of_the_base_is_refused(tmp_path: Path) -> None:
     fitted(tmp_path / "lean.ckpt")
     trainer = silent_trainer(devices=1, max_steps=6, precision="bf16-true")
-    with pytest.raises(CheckpointError, match=r"base.0.weight is BF16 here and F32 there"):
+    with refuses(CheckpointError, "base.0.weight", "BF16", "F32"):
         trainer.fit(Tuned(), batches(), ckpt_path=tmp_path / "lean.ckpt")
 
 
@@ -223,10 +223,9 @@ def test_weights_that_a_callback_unfreezes_are_saved_and_a_fit_resumes_from_ever
 def test_readers_name_what_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "lean.ckpt"
     fitted(path)
-    message = r"leaves out 'base.0.weight', one of 4 frozen weights"
-    with pytest.raises(CheckpointError, match=message):
+    with refuses(CheckpointError, "'base.0.weight'"):
         phalanx.checkpoint.consolidate(path, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message):
+    with refuses(CheckpointError, "'base.0.weight'"):
         phalanx.checkpoint.weights(path)
     assert [one.name for one in tmp_path.iterdir()] == ["lean.ckpt"]
     assert phalanx.checkpoint.verify(path) == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import FineTuned, loader, model_class, written
+from messages import refuses
 from models import silent_trainer
 from ranks import run_on_ranks
 
@@ -83,5 +84,5 @@ def test_other_stages_read_the_folder_too(empty: bool, tmp_path: Path) -> None:
     with torch.no_grad():
         other.get_input_embeddings().weight[0, 0] += 1
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(CheckpointError, match=r"weights of the base .*, \S+/base, and .*embed_tokens.* has other"):
+    with refuses(CheckpointError, "net.model.embed_tokens.weight"):
         Frozen.load_from_checkpoint(path, kind="llama", folder=tmp_path / "other", empty=empty)

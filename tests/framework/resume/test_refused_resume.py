@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hostile import rewrite
+from messages import refuses
 from models import Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks, run_script
 from small_fits import Tiny, loader as rows, quiet_trainer
@@ -131,7 +132,7 @@ def test_a_path_to_what_holds_no_training_is_refused_with_a_next_step(tmp_path: 
     if kind == "fabric":
         path = tmp_path / "fabric.ckpt"
         saved_by_fabric(path)
-    with pytest.raises(CheckpointError, match={"weights": "load_from_checkpoint", "fabric": r"fabric\.load"}[kind]):
+    with refuses(CheckpointError, "ckpt_path=", {"weights": "load_from_checkpoint", "fabric": "fabric.load"}[kind]):
         fit(str(tmp_path), 1, "single", 2, ckpt_path=path)
 
 
@@ -147,18 +148,18 @@ silent_trainer(devices=2, strategy="fsdp", max_steps=9, default_root_dir={root!r
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
+    ("limits", "name"),
     [
-        ({"max_epochs": 1, "max_steps": -1}, "was saved after 2 epochs, but max_epochs=1: raise max_epochs"),
-        ({"max_epochs": -1, "max_steps": 5}, "was saved after 8 optimizer steps, but max_steps=5: raise max_steps"),
+        ({"max_epochs": 1, "max_steps": -1}, "max_epochs=1"),
+        ({"max_epochs": -1, "max_steps": 5}, "max_steps=5"),
     ],
 )
-def test_a_limit_that_was_exceeded_is_refused(tmp_path: Path, limits: dict[str, int], message: str) -> None:
+def test_a_limit_that_was_exceeded_is_refused(tmp_path: Path, limits: dict[str, int], name: str) -> None:
     saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"))
     quiet_trainer(tmp_path, saver, max_epochs=2).fit(Tiny(), rows())
     module = Tiny()
     weight = module.layer.weight.detach().clone()
-    with pytest.raises(CheckpointError, match=message):
+    with refuses(CheckpointError, name):
         quiet_trainer(tmp_path, [], **limits).fit(module, rows(), ckpt_path=tmp_path / "a.ckpt")
     # The limits are checked before anything is loaded.
     assert torch.equal(module.layer.weight, weight)
@@ -173,9 +174,9 @@ def test_a_path_may_begin_at_home_and_may_not_be_empty(tmp_path: Path, monkeypat
     assert (tmp_path / "a.ckpt").is_dir()
     quiet_trainer(tmp_path, [], max_epochs=2).fit(Tiny(), rows(), ckpt_path="~/a.ckpt")
     assert Tiny.load_from_checkpoint("~/a.ckpt").layer.weight.shape == (1, 4)
-    with pytest.raises(CheckpointError, match=r"average='ema' is not in .*: it holds no averages"):
+    with refuses(CheckpointError, "average='ema'"):
         Tiny.load_from_checkpoint("~/a.ckpt", average="ema")
-    with pytest.raises(ConfigurationError, match="ckpt_path='' names no checkpoint"):
+    with refuses(ConfigurationError, "ckpt_path=''"):
         quiet_trainer(tmp_path, []).fit(Tiny(), rows(), ckpt_path="")
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, regression_data, silent_trainer, weights_of
 from parity_table import strategy_named
 from ranks import run_on_ranks
@@ -138,9 +139,9 @@ class Swapped(SeveralOptimizers):
 def test_optimizers_in_another_order_or_number_are_named(path: str, tmp_path: Path) -> None:
     several = tmp_path / "several.ckpt"
     fit(SeveralOptimizers(), "single@1", str(tmp_path), 3, save=several)
-    with pytest.raises(CheckpointError, match="optimizer 0: SGD in the checkpoint, AdamW here; optimizer 1: AdamW in"):
+    with refuses(CheckpointError, "Swapped", "SGD", "AdamW"):
         fit(Swapped(), "single@1", str(tmp_path), 5, resume=several)
-    with pytest.raises(CheckpointError, match="optimizers: AdamW in the checkpoint, SGD, AdamW here"):
+    with refuses(CheckpointError, "SeveralOptimizers", "SGD", "AdamW"):
         fit(SeveralOptimizers(), "single@1", str(tmp_path), 5, resume=path)
 
 
@@ -317,7 +318,7 @@ def test_renames_everywhere_else(path: str) -> None:
         assert torch.equal(bare.state_dict()["0.weight"], wanted)
         fabric.load_raw(path, fresh := Regressor().net, rename=rename)
         assert torch.equal(fresh.state_dict()["0.weight"], wanted)
-    with pytest.raises(CheckpointError, match="the same name, same"):
+    with refuses(CheckpointError, "net.0.weight", "net.3.weight", "same"):
         fabric.load_raw(path, nn.Linear(1, 1), rename={"net.0.weight": "same", "net.3.weight": "same"})
 
 
@@ -325,7 +326,7 @@ def test_renames_that_match_no_name_are_reported_with_mismatches(path: str) -> N
     class Misspelt(Held):
         checkpoint_renames: ClassVar[dict[str, str]] = {"nett": "body.net"}
 
-    with pytest.raises(CheckpointError, match=r"renaming 'nett': no name in the checkpoint begins with it"):
+    with refuses(CheckpointError, "Misspelt", "'nett'"):
         Misspelt.load_from_checkpoint(path)
 
     class Careful(Held):
@@ -493,5 +494,5 @@ def test_weights_are_taken_by_the_name_of_a_tied_one(tmp_path: Path) -> None:
     assert torch.equal(weights_of(apart), weights_of(nn.ModuleList([tied["a"], tied["b"]])).new_tensor(
         [*weights_of(tied["a"]).tolist(), *weights_of(tied["b"]).tolist()]))  # fmt: skip
     without = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)})
-    with pytest.raises(CheckpointError, match=r"b\.bias: unknown to the module"):
+    with refuses(CheckpointError, "b.bias"):
         fabric.load(tmp_path / "a.ckpt", without)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -132,8 +133,8 @@ def test_the_last_checkpoint_of_a_fit_that_ended_within_an_epoch(tmp_path: Path)
     assert torch.equal(epoch_loss(6, tmp_path / "end.ckpt"), epoch_loss(6, None))
 
 
-def refused(trainer: Trainer, path: Path, match: str) -> None:
-    with pytest.raises(ConfigurationError, match=match):
+def refused(trainer: Trainer, path: Path, name: str) -> None:
+    with refuses(ConfigurationError, name):
         trainer.save_checkpoint(path)
     assert not path.exists()
 
@@ -141,15 +142,15 @@ def refused(trainer: Trainer, path: Path, match: str) -> None:
 def test_there_is_nothing_to_save(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     trainer, module = silent_trainer(devices=1, max_epochs=1, default_root_dir=tmp_path), Trained()
-    refused(trainer, path, "no fit has ended yet")
+    refused(trainer, path, "save_checkpoint")
     trainer.test(module, loader(8), verbose=False)
-    refused(trainer, path, "no fit has ended yet")
+    refused(trainer, path, "save_checkpoint")
     trainer.fit(module, loader(8))
     trainer.save_checkpoint(path)
     trainer.test(Trained(), loader(8), ckpt_path=path, verbose=False)
     trainer.save_checkpoint(tmp_path / "again.ckpt")
     trainer.test(module, loader(8), ckpt_path=path, verbose=False)
-    refused(trainer, tmp_path / "mixed.ckpt", "weights were replaced by those of .*x.ckpt")
+    refused(trainer, tmp_path / "mixed.ckpt", "x.ckpt")
 
     class Failing(Trained):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -157,7 +158,7 @@ def test_there_is_nothing_to_save(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError):
         trainer.fit(Failing(), loader(8))
-    refused(trainer, tmp_path / "failed.ckpt", "the last fit ended with an error")
+    refused(trainer, tmp_path / "failed.ckpt", "failed.ckpt")
 
 
 def test_a_state_that_no_file_holds_is_refused_when_it_is_saved(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_state_that_no_file_holds_is_refused_when_it_is_saved(tmp_path: Path) 
 
     trainer = silent_trainer(devices=1, max_epochs=1)
     trainer.fit(Unsaved(), loader(8))
-    refused(trainer, tmp_path / "x.ckpt", "rule")
+    refused(trainer, tmp_path / "x.ckpt", "['rule']")
 
 
 def shards_after(strategy: str, root: str) -> list[bool]:
@@ -198,4 +199,4 @@ def test_the_state_is_released_with_the_trainer(tmp_path: Path) -> None:
 def test_a_fit_in_forked_ranks(tmp_path: Path) -> None:
     trainer = silent_trainer(devices=2, max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(Trained(), loader(8))
-    refused(trainer, tmp_path / "x.ckpt", "the ranks of the fit have ended with its state")
+    refused(trainer, tmp_path / "x.ckpt", "ranks")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer, weights_of
 from torch import nn, optim
 
@@ -101,14 +102,14 @@ def test_generators_are_put_back_where_the_constructor_fails(tmp_path: Path) -> 
     seeded()
     expected = draws()
     seeded()
-    with pytest.raises(CheckpointError, match=r"cannot be built from .*no such luck"):
+    with refuses(CheckpointError, "Failing", "no such luck"):
         Failing.load_from_checkpoint(path)
     assert draws() == expected
 
 
 def test_what_does_not_fit_is_refused_or_left_and_named(tmp_path: Path) -> None:
     path, module = saved(tmp_path)
-    with pytest.raises(CheckpointError, match=r"head.weight: missing.*net.1.running_mean"):
+    with refuses(CheckpointError, "head.weight", "net.1.running_mean"):
         Renamed.load_from_checkpoint(path)
 
     with pytest.warns(UserWarning, match="took 2 of 6 tensors") as told:
@@ -132,18 +133,18 @@ def test_a_full_match_is_loaded_silently(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "name"),
     [
-        ({"map_location": "cdua"}, "Did you mean 'cuda'"),
-        ({"map_location": "meta"}, "holds no data"),
-        ({"map_location": {"cuda:0": "cpu", "cuda:1": "cuda"}}, "must map to one device"),
-        ({"map_location": "cuda:99"}, "CUDA devices"),
-        ({"widht": 3}, "Did you mean 'width'"),
+        ({"map_location": "cdua"}, "'cuda'"),
+        ({"map_location": "meta"}, "map_location='meta'"),
+        ({"map_location": {"cuda:0": "cpu", "cuda:1": "cuda"}}, "map_location={"),
+        ({"map_location": "cuda:99"}, "'cuda:99'"),
+        ({"widht": 3}, "'width'"),
     ],
 )
-def test_wrong_arguments_get_a_sentence(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
+def test_wrong_arguments_get_a_sentence(tmp_path: Path, arguments: dict[str, Any], name: str) -> None:
     path, _ = saved(tmp_path)
-    with pytest.raises(ConfigurationError, match=text):
+    with refuses(ConfigurationError, name):
         Drawing.load_from_checkpoint(path, **arguments)
 
 
@@ -171,5 +172,5 @@ def test_without_an_argument_the_module_decides_how_strict_loading_is(tmp_path: 
     with pytest.warns(UserWarning, match="extra.weight"):
         rebuilt = Lenient.load_from_checkpoint(tmp_path / "saved.ckpt")
     assert torch.equal(rebuilt.state_dict()["net.0.weight"], module.state_dict()["net.0.weight"])
-    with pytest.raises(CheckpointError, match=r"extra\.weight: missing in the checkpoint"):
+    with refuses(CheckpointError, "extra.weight"):
         Lenient.load_from_checkpoint(tmp_path / "saved.ckpt", strict=True)

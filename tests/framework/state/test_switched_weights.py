@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from safetensors.torch import load_file
@@ -206,7 +207,7 @@ def test_an_average_is_of_the_weights_of_training(tmp_path: Path) -> None:
 
 
 def test_an_average_cannot_have_the_name_of_the_weights_of_training() -> None:
-    with pytest.raises(ConfigurationError, match="two averages are named 'training'"):
+    with refuses(ConfigurationError, "'training'"):
         silent_trainer(max_steps=1, callbacks=[WeightAveraging(name="training")]).fit(ScheduleFree(), loader())
 
 

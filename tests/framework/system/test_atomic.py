@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import refuses
 
 from phalanx.checkpoint import clean_leftovers
 from phalanx.framework.core.errors import StorageError
@@ -48,9 +49,7 @@ def test_a_full_disk_leaves_the_old_file_and_says_what_is_missing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        StorageError, match=r"'.*file' failed: No space.*1.0 KB are needed, [0-9.]+ [KMGT]B are free"
-    ) as info:
+    with refuses(StorageError, "file'", "No space") as info:
         atomic.write_text(path, "x" * 1000)
 
     assert info.value.errno == errno.ENOSPC
@@ -95,7 +94,7 @@ def test_a_failed_second_rename_puts_the_old_directory_back(tmp_path: Path, monk
 
     monkeypatch.setattr(atomic_directories, "_exchange", lambda first, second: False)
     monkeypatch.setattr(os, "rename", failing)
-    with pytest.raises(StorageError, match="Input/output error"):
+    with refuses(StorageError, "target'"):
         atomic_directories.replace_directory(new, target)
 
     assert (target / "file").read_text() == "old"
@@ -117,7 +116,7 @@ def test_a_publication_that_cannot_be_synced_is_undone(
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(atomic_directories, "sync_directory", failing)
-    with pytest.raises(StorageError, match="Input/output error"):
+    with refuses(StorageError, "target'"):
         atomic_directories.replace_directory(new, target)
 
     assert (new / "file").read_text() == "new"
@@ -143,7 +142,7 @@ def test_deleting_never_follows_links(tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(precious)
     atomic_directories.remove_tree(doomed)
     for remove in (atomic_directories.remove_tree, atomic_directories.hide_directory):
-        with pytest.raises(StorageError, match="is a link or a file"):
+        with refuses(StorageError, "alias'"):
             remove(tmp_path / "alias")
         with pytest.raises(StorageError):
             remove(precious / "file")

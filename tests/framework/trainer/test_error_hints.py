@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_script
 
@@ -103,15 +104,15 @@ def test_a_file_of_torch_save_as_a_checkpoint_gets_the_next_step(tmp_path: Path)
     plain, lightning = tmp_path / "weights.pt", tmp_path / "lightning.ckpt"
     torch.save(Regressor().state_dict(), plain)
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.5.0"}, lightning)
-    with pytest.raises(CheckpointError, match=r"weights\.pt.*load_state_dict") as raised:
+    with refuses(CheckpointError, "weights.pt", "module.load_state_dict") as raised:
         silent_trainer().fit(Regressor(), loader(), ckpt_path=plain)
     assert "convert" not in str(raised.value)
-    with pytest.raises(CheckpointError, match="Lightning wrote it: convert it: phalanx checkpoint convert"):
+    with refuses(CheckpointError, "lightning.ckpt", "phalanx checkpoint convert"):
         silent_trainer().fit(Regressor(), loader(), ckpt_path=lightning)
 
 
 def test_a_misspelled_word_for_a_checkpoint_gets_the_closest_one() -> None:
-    with pytest.raises(CheckpointError, match=r"Did you mean 'last'\?"):
+    with refuses(CheckpointError, "'lastest'", "'last'"):
         silent_trainer().fit(Regressor(), loader(), ckpt_path="lastest")
 
 
@@ -149,7 +150,7 @@ def test_a_misspelled_monitor_is_reported_before_training(
     )  # fmt: skip
     notes: list[str] = []
     trainer.note = notes.append  # type: ignore[method-assign, assignment]
-    with pytest.raises(MetricError, match=rf"{who} needs the metric 'vall_loss', which was not logged"):
+    with refuses(MetricError, who, "'vall_loss'", "'val_loss'"):
         trainer.fit(Mine(), loader(), loader())
     found = [place for place, note in enumerate(notes) if f"{who} needs the metric 'vall_loss'" in note]
     assert len(found) == 1
@@ -175,7 +176,7 @@ def test_other_monitors_are_not_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("given", "meant"), [("minimum", "min"), ("maximize", "max"), ("mx", "max")])
 def test_a_misspelled_mode_gets_the_closest_one(given: str, meant: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"Did you mean '{meant}'?"):
+    with refuses(ConfigurationError, "EarlyStopping", f"'{meant}'?"):
         EarlyStopping("val_loss", mode=given)
-    with pytest.raises(ConfigurationError, match=f"Did you mean '{meant}'?"):
+    with refuses(ConfigurationError, "ModelCheckpoint", f"'{meant}'?"):
         ModelCheckpoint(monitor="val_loss", mode=given)

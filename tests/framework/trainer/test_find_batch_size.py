@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exhausted import PLACES, Exhausted
+from messages import refuses
 from models import Regressor, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch.utils.data import DataLoader, IterableDataset
@@ -122,7 +123,7 @@ def test_the_budget_of_trials_ends_the_search() -> None:
     assert sizes.size == 8
     assert not sizes.is_largest
     assert str(sizes) == ("Micro-batch size 8, the last size that was tried. 3 trials: 2 fits, 4 fits, 8 fits.")
-    with pytest.raises(ConfigurationError, match="no size that fits in max_trials=1: 64 did not"):
+    with refuses(ConfigurationError, "max_trials=1"):
         found("forward", 0, 11, init_val=64, max_trials=1)
 
 
@@ -208,18 +209,18 @@ def test_the_search_ends_with_the_largest_size(largest: int, limit: int, first: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "name"),
     [
-        ({"mode": "log"}, "mode"),
-        ({"steps_per_trial": 1}, "at least 2"),
-        ({"steps_per_trial": None}, "at least 2"),
-        ({"init_val": 0}, "at least 1"),
-        ({"max_trials": 0}, "at least 1"),
-        ({"init_val": 8, "max_val": 4}, "init_val=8 is more than max_val=4"),
+        ({"mode": "log"}, "mode='log'"),
+        ({"steps_per_trial": 1}, "steps_per_trial=1"),
+        ({"steps_per_trial": None}, "steps_per_trial=None"),
+        ({"init_val": 0}, "init_val=0"),
+        ({"max_trials": 0}, "max_trials=0"),
+        ({"init_val": 8, "max_val": 4}, "init_val=8"),
     ],
 )
-def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(PhalanxError, match=message):
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], name: str) -> None:
+    with refuses(PhalanxError, name):
         silent_trainer(max_epochs=1, devices=1).find_batch_size(Regressor(), DataLoader(DATA), **arguments)
 
 
@@ -233,11 +234,11 @@ def test_what_cannot_be_searched_is_refused() -> None:
         automatic_optimization = False
 
     trainer = silent_trainer(max_epochs=1, devices=1)
-    with pytest.raises(ConfigurationError, match="can be read only once"):
+    with refuses(ConfigurationError, "find_batch_size", "iterator"):
         trainer.find_batch_size(Regressor(), iter([DATA.tensors]))
-    with pytest.raises(ConfigurationError, match="compare short fits"):
+    with refuses(ConfigurationError, "find_batch_size", "automatic_optimization"):
         trainer.find_batch_size(Manual(), DataLoader(DATA))
-    with pytest.raises(ConfigurationError, match="one DataLoader over a map-style dataset"):
+    with refuses(ConfigurationError, "find_batch_size", "map-style"):
         trainer.find_batch_size(Regressor(), DataLoader(Stream(), batch_size=4))
-    with pytest.raises(ConfigurationError, match="find_batch_size under strategy='zero3', whose passes contain"):
+    with refuses(ConfigurationError, "find_batch_size", "strategy='zero3'"):
         silent_trainer(max_epochs=1, devices=1, strategy="zero3").find_batch_size(Regressor(), DataLoader(DATA))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, network, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import nn
@@ -157,20 +158,20 @@ def test_linear_rates_have_a_constant_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "name"),
     [
-        ({"mode": "log"}, "mode"),
-        ({"num_training": 1}, "at least 2"),
-        ({"min_lr": 1.0, "max_lr": 0.1}, "the first below the second"),
-        ({"max_lr": "a"}, "max_lr='a' must be finite numbers above 0"),
-        ({"min_lr": None}, "min_lr=None and max_lr=1.0 must be finite numbers above 0"),
-        ({"max_lr": float("inf")}, "max_lr=inf must be finite numbers above 0"),
-        ({"early_stop_threshold": 0.5}, "above 1"),
-        ({"early_stop_threshold": "4"}, "early_stop_threshold='4' must be a number above 1"),
+        ({"mode": "log"}, "mode='log'"),
+        ({"num_training": 1}, "num_training=1"),
+        ({"min_lr": 1.0, "max_lr": 0.1}, "min_lr=1.0"),
+        ({"max_lr": "a"}, "max_lr='a'"),
+        ({"min_lr": None}, "min_lr=None"),
+        ({"max_lr": float("inf")}, "max_lr=inf"),
+        ({"early_stop_threshold": 0.5}, "early_stop_threshold=0.5"),
+        ({"early_stop_threshold": "4"}, "early_stop_threshold='4'"),
     ],
 )
-def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(PhalanxError, match=message):
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], name: str) -> None:
+    with refuses(PhalanxError, name):
         silent_trainer(max_epochs=1, devices=1).find_lr(Regressor(), DataLoader(DATA), **arguments)
 
 
@@ -179,7 +180,7 @@ def test_an_iterator_and_manual_optimization_are_refused() -> None:
         automatic_optimization = False
 
     trainer = silent_trainer(max_epochs=1, devices=1)
-    with pytest.raises(ConfigurationError, match="can be read only once"):
+    with refuses(ConfigurationError, "find_lr", "iterator"):
         trainer.find_lr(Regressor(), iter([DATA.tensors]))
-    with pytest.raises(ConfigurationError, match="compare short fits"):
+    with refuses(ConfigurationError, "find_lr", "automatic_optimization"):
         trainer.find_lr(Manual(), DataLoader(DATA))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from small_fits import Tiny, capturing, loader, quiet_trainer
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -48,7 +49,7 @@ def test_a_value_that_cannot_be_logged_is_a_value_error(tmp_path: Path) -> None:
             self.log("pair", torch.ones(2))
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(ValueError, match="pair") as raised:
+    with refuses(ValueError, "'pair'") as raised:
         quiet_trainer(tmp_path, [], max_epochs=1).fit(Odd(), loader())
     assert isinstance(raised.value, MetricError)
 
@@ -211,7 +212,7 @@ def test_without_an_optimizer_the_next_step_is_given_and_works(tmp_path: Path) -
         def configure_optimizers(self) -> Any:
             return None
 
-    with pytest.raises(ConfigurationError, match="set automatic_optimization = False to run the steps without updates"):
+    with refuses(ConfigurationError, "configure_optimizers", "automatic_optimization"):
         quiet_trainer(tmp_path, [], max_epochs=1).fit(Without(), loader())
     module = Without()
     module.automatic_optimization = False
@@ -265,7 +266,7 @@ def test_a_scheduler_that_the_module_advances_needs_no_step(kind: Any, count: in
 
 
 def test_another_scheduler_without_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="a Counting is not a scheduler, as it has no step"):
+    with refuses(ConfigurationError, "Counting", "lr_scheduler_step"):
         quiet_trainer(tmp_path, [], max_epochs=1).fit(Scheduling(), loader())
 
 
@@ -294,7 +295,5 @@ def test_a_step_that_takes_an_iterator_is_refused(tmp_path: Path) -> None:
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
             return super().training_step(*next(dataloader_iter))
 
-    with pytest.raises(
-        ConfigurationError, match=r"training_step takes dataloader_iter, but .*: take \(batch, batch_idx"
-    ):
+    with refuses(ConfigurationError, "Iterating.training_step", "dataloader_iter"):
         quiet_trainer(tmp_path, [], max_epochs=1).fit(Iterating(), loader())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks, run_script
 
@@ -133,17 +134,17 @@ def test_values_of_stall_timeout(given: Any, section: str, seconds: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "name"),
     [
-        (0, "must be a positive number"),
-        (True, "must be a positive number"),
-        ("10", "must be a positive number"),
-        ({"steps": 5}, "Did you mean 'step'"),
-        ({"step": -5}, "must be a positive number"),
+        (0, "stall_timeout=0"),
+        (True, "stall_timeout=True"),
+        ("10", "stall_timeout='10'"),
+        ({"steps": 5}, "'step'"),
+        ({"step": -5}, "stall_timeout=-5"),
     ],
 )
-def test_invalid_stall_timeouts_are_refused(given: Any, sentence: str) -> None:
-    with pytest.raises(ConfigurationError, match=sentence):
+def test_invalid_stall_timeouts_are_refused(given: Any, name: str) -> None:
+    with refuses(ConfigurationError, name):
         Trainer(stall_timeout=given)
 
 
