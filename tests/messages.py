@@ -5,7 +5,7 @@
     says(result.stderr, "max_epochs")                  # a message that reached the test as text
 
 The name is a short token that tells this refusal from others: an argument, a given value, the closest match. A sentence
-can then be improved in the product alone: ``make messages`` writes the file anew, and its diff is what to review. What
+can then be improved in the product alone: ``make messages`` writes the file again, for a review of its diff. What
 differs from run to run or between machines has a placeholder there, as ``<tmp_path>``.
 """
 
@@ -151,13 +151,13 @@ class Messages:
             self._item.user_properties.append((_PROPERTY, [key, text]))
         elif text != (known := self._known.get(key)):
             why = f"is not in {MESSAGES.name}" if known is None else f"is another than in {MESSAGES.name}"
-            told = "\n".join(difflib.ndiff((known or "").splitlines(), text.splitlines()))
-            pytest.fail(f"the message of {key} {why}:\n{told}\nIf it is what you mean, run `{COMMAND}`.")
+            lines = "\n".join(difflib.ndiff((known or "").splitlines(), text.splitlines()))
+            pytest.fail(f"the message of {key} {why}:\n{lines}\nIf it is what you mean, run `{COMMAND}`.")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Run what has messages only, to write them in minutes."""
-        known = {function_of(key) for key in self._known}
+        known = {function_of(case_of(key)) for key in self._known}
         if self._writes:
             items[:] = [item for item in items if function_of(item.nodeid) in known or _has_messages(item)]
 
@@ -176,7 +176,7 @@ class Messages:
             options = self._config.option
             is_whole = not (options.keyword or options.markexpr or any("::" in arg for arg in self._config.args))
             known = merged(read_messages(self._path), self._said, self._passed, self._reported if is_whole else set())
-            write_messages({key: text for key, text in known.items() if _exists(function_of(key))}, self._path)
+            write_messages({key: text for key, text in known.items() if _exists(function_of(case_of(key)))}, self._path)
 
 
 def merged(
@@ -211,10 +211,10 @@ def _has_messages(item: pytest.Item) -> bool:
 
 def _calls(function: Any, seen: set[CodeType]) -> bool:
     """Whether a function calls ``refuses`` or ``says``, itself or through other functions of the tests."""
+    if function is refuses or function is says:
+        return True
     if not isinstance(function, FunctionType) or not function.__code__.co_filename.startswith(str(_TESTS)):
         return False
-    if function in (refuses, says):
-        return True
     names: set[str] = set()
     todo = [function.__code__]
     while todo:

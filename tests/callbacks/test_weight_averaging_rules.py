@@ -450,20 +450,19 @@ def saving_at_validation(epoch: int, path: Path) -> LambdaCallback:
         (lambda: EMAWeightAveraging(update_starting_at_step=1.5), "update_starting_at_step=1.5"),  # type: ignore[arg-type]
         (lambda: EMAWeightAveraging(use_buffers=1), "use_buffers=1"),  # type: ignore[arg-type]
         (lambda: EMAWeightAveraging(name="a/b"), "name='a/b'"),
-        (lambda: WeightAveraging(avg_fn=max, multi_avg_fn=max), "leave one of them out"),
-        (lambda: WeightAveraging(avg_fn=3), "averaging function must be callable, not 3"),  # type: ignore[arg-type]
+        (lambda: WeightAveraging(avg_fn=max, multi_avg_fn=max), "multi_avg_fn"),
+        (lambda: WeightAveraging(avg_fn=3), "3"),  # type: ignore[arg-type]
         (lambda: StochasticWeightAveraging(0.0), "swa_lrs=0.0"),
         (lambda: StochasticWeightAveraging([]), "swa_lrs=[]"),
         (lambda: StochasticWeightAveraging(0.1, 0), "swa_epoch_start=0"),
         (lambda: StochasticWeightAveraging(0.1, 1.5), "swa_epoch_start=1.5"),
         (lambda: StochasticWeightAveraging(0.1, annealing_epochs=-1), "annealing_epochs=-1"),
-        (lambda: StochasticWeightAveraging(0.1, annealing_strategy="cosine"), "Did you mean 'cos'"),  # type: ignore[arg-type]
+        (lambda: StochasticWeightAveraging(0.1, annealing_strategy="cosine"), "'cos'"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_that_break_a_rule(build: Any, told: str) -> None:
-    with pytest.raises(ConfigurationError) as raised:
+    with refuses(ConfigurationError, told):
         build()
-    assert told in str(raised.value)
 
 
 @pytest.mark.parametrize(

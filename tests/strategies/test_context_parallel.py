@@ -188,16 +188,15 @@ class Manual(LongModel):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (SaysNothing(), "needs SaysNothing.cut_sequences(batch, part)"),
-        (Uncounted(), "needs Uncounted.batch_weight(batch)"),
-        (Manual(), "with automatic_optimization = False"),
+        (SaysNothing(), "SaysNothing.cut_sequences"),
+        (Uncounted(), "Uncounted.batch_weight"),
+        (Manual(), "automatic_optimization"),
     ],
 )
 def test_a_module_that_says_nothing_is_refused_before_any_rank_starts(module: TrainModule, words: str) -> None:
     trainer = silent_trainer(strategy="ddp", devices=2, parallel={"cp": 2}, verbose=False)
-    with pytest.raises(ConfigurationError) as caught:
+    with refuses(ConfigurationError, words):
         trainer.fit(module, loader(4))
-    assert words in str(caught.value)
 
 
 def test_predictions_and_compiling_are_refused() -> None:
@@ -245,7 +244,7 @@ def forgetful(weight: float | None) -> None:
     fabric.backward(model.loss((tokens, targets, torch.arange(tokens.shape[1]))), weight=weight)
 
 
-@pytest.mark.parametrize(("weight", "words"), [(None, "needs backward(loss, weight=...)"), (9.0, "no tensor was cut")])
+@pytest.mark.parametrize(("weight", "words"), [(None, "backward(loss, weight=...)"), (9.0, "was cut")])
 def test_a_loop_that_does_not_cut_or_weigh_is_refused(weight: float | None, words: str) -> None:
     with pytest.raises(AssertionError) as caught:
         run_on_ranks(2, forgetful, weight)

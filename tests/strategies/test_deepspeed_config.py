@@ -268,29 +268,28 @@ def test_an_unsupported_precision_is_refused(precision: str, device: str) -> Non
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"zero_optimization": {"reduce_bucket_sise": 5}}, "Did you mean 'reduce_bucket_size'"),
+        ({"zero_optimization": {"reduce_bucket_sise": 5}}, "'reduce_bucket_size'"),
         ({"zero_optimization": {"overlap_comm": "perhaps"}}, "overlap_comm='perhaps'"),
-        ({"zero_optimization": {"zenflow": {"topk": 1}}}, "zero_optimization.zenflow.topk: not known"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "leave it out on a CPU"),
+        ({"zero_optimization": {"zenflow": {"topk": 1}}}, "zero_optimization.zenflow.topk"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
         (
             {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": {"device": "cpu"}}},
-            "ZenFlow fails on a CPU",
+            "ZenFlow",
         ),
         (
             {"zero_optimization": {"reduce_bucket_size": "big", "allgather_bucket_size": -1}},
             "allgather_bucket_size=-1",
         ),
-        ({"comms_logger": {"enabld": True}}, "comms_logger.enabld: not known"),
+        ({"comms_logger": {"enabld": True}}, "comms_logger.enabld"),
         ({"tensorboard": {"enabled": "perhaps"}}, "tensorboard.enabled='perhaps'"),
         ({"communication_data_type": "fp99"}, "Got: fp99"),
-        ({"elasticity": {}}, "Elastic training has been removed"),
-        ({"zero_optimization": {"mics_shard_size": 2}}, "'zero_optimization.mics_shard_size' is no longer supported"),
+        ({"elasticity": {}}, "elasticity"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "'zero_optimization.mics_shard_size'"),
     ],
 )
 def test_deepspeed_itself_checks_settings_before_a_process_starts(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError) as raised:
+    with refuses(ConfigurationError, words):
         check_settings(resolve_options(config=config), "cpu")
-    assert words in str(raised.value)
 
 
 def test_deepspeed_is_imported_only_to_check_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import silent_trainer
 from ranks import run_on_ranks
 from small_gpt import (
@@ -208,8 +209,8 @@ def test_manual_optimization_with_several_optimizers() -> None:
         ({"units": "Block"}, "units='Block'"),
         ({"units": 0}, "units=0"),
         ({"units": True}, "units=True"),
-        ({"units": (nn.Linear, 3)}, "a tuple of classes"),
-        ({"units": int}, "a class of modules"),
+        ({"units": (nn.Linear, 3)}, "units=("),
+        ({"units": int}, "units="),
         ({"replicas": 0}, "replicas=0"),
         ({"replicas": "nodes"}, "replicas='nodes'"),
         ({"tensor_parallel": 1.5}, "tensor_parallel=1.5"),
@@ -218,30 +219,28 @@ def test_manual_optimization_with_several_optimizers() -> None:
         ({"cpu_offload": "yes"}, "cpu_offload='yes'"),
         ({"activation_checkpointing": 1}, "activation_checkpointing=1"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16'"),
-        ({"gather_weights": "rank_0"}, "Did you mean 'rank_zero'"),
+        ({"gather_weights": "rank_0"}, "'rank_zero'"),
     ],
 )
 def test_bad_arguments_are_refused_when_they_are_given(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with refuses(ConfigurationError, words):
         FSDPStrategy(**arguments)
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("strategy", "world", "nodes", "words"),
     [
-        (FSDPStrategy(replicas=2), 3, 1, "dp_replicate=2 takes groups of 2 ranks, which do not divide them"),
-        (FSDPStrategy(tensor_parallel=2), 3, 1, "Use tp out of 1, 3, or 2 or 4 ranks"),
-        (FSDPStrategy(tensor_parallel=2, replicas=2), 6, 1, "dp_replicate=2 x tp=2 takes groups of 4 ranks"),
-        (hsdp(), 3, 1, "strategy='hsdp' with 3 ranks"),
+        (FSDPStrategy(replicas=2), 3, 1, "dp_replicate=2"),
+        (FSDPStrategy(tensor_parallel=2), 3, 1, "tp out of 1, 3"),
+        (FSDPStrategy(tensor_parallel=2, replicas=2), 6, 1, "dp_replicate=2 x tp=2"),
+        (hsdp(), 3, 1, "strategy='hsdp'"),
     ],
 )
 def test_ranks_that_do_not_divide_are_refused_before_any_process(
     strategy: FSDPStrategy, world: int, nodes: int, words: str
 ) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with refuses(ConfigurationError, words):
         strategy.check(world, "cpu", nodes, resolve_precision(None))
-    assert words in str(caught.value)
 
 
 def test_hsdp_replicates_over_nodes() -> None:

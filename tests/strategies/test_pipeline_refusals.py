@@ -37,17 +37,17 @@ class Unlisted(Regressor):
 @pytest.mark.parametrize(
     ("attempt", "words"),
     [
-        (lambda: fit(LanguageModel(3), ranks=4), ["pp=4 makes 4 stages", "3 blocks", "use 2, 3 stages"]),
+        (lambda: fit(LanguageModel(3), ranks=4), ["pp=4", "3 blocks", "2, 3 stages"]),
         (
             lambda: fit(LanguageModel(3), strategy=PipelineStrategy("zero-bubble-v")),
-            ["pp=2 and 2 stages on each rank makes 4 stages", "3 blocks", "use 2, 3 stages"],
+            ["4 stages", "3 blocks", "2, 3 stages"],
         ),
-        (lambda: fit(LanguageModel(1)), ["LanguageModel has no list of repeated blocks", "configure_pipeline"]),
-        (lambda: fit(Unlisted(), loader()), ["configure_pipeline returned str", "list of the blocks"]),
-        (lambda: fit(LanguageModel(), ranks=1), ["1 rank in a pipeline", "devices=2", "'single'"]),
+        (lambda: fit(LanguageModel(1)), ["LanguageModel", "configure_pipeline"]),
+        (lambda: fit(Unlisted(), loader()), ["str", "configure_pipeline"]),
+        (lambda: fit(LanguageModel(), ranks=1), ["1 rank", "devices=2", "'single'"]),
         (
             lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 1}),
-            ["1 rank in a pipeline", "{'pp': ...} out of 1, 2, 4, but 1", "'ddp'"],
+            ["1 rank", "{'pp': ...}", "'ddp'"],
         ),
         (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 3}), ["pp=3", "1, 2, 4"]),
         (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "ep": 2}), ["cp, tp and pp", "ep out"]),
@@ -55,25 +55,24 @@ class Unlisted(Regressor):
         (lambda: fit(LanguageModel(), strategy="ddp", parallel={"pp": 2}), ["strategy='pipeline'"]),
         (
             lambda: fit(LanguageModel(), ranks=4, strategy=FSDPStrategy(units=2, prefetch=1), parallel={"pp": 2}),
-            ["FSDPStrategy(units=..., prefetch=...)", "leave pp out"],
+            ["FSDPStrategy(units=..., prefetch=...)", "pp out"],
         ),
         (lambda: fit(LanguageModel(), ranks=4, strategy="hsdp", parallel={"pp": 2}), ["FSDPStrategy(replicas=...)"]),
-        (lambda: fit(LanguageModel(), ranks=4, strategy="fsdp", parallel={"pp": 4}), ["2 blocks", "use 2 stages"]),
-        (lambda: fit(Manual(), accumulate_grad_batches=1), ["automatic_optimization = False", "fsdp"]),
+        (lambda: fit(LanguageModel(), ranks=4, strategy="fsdp", parallel={"pp": 4}), ["2 blocks", "2 stages"]),
+        (lambda: fit(Manual(), accumulate_grad_batches=1), ["automatic_optimization", "fsdp"]),
         (
             lambda: fit(LanguageModel(), accumulate_grad_batches=1, global_batch_size=8, micro_batch_size="auto"),
             ["micro_batch_size='auto'", "'pipeline'"],
         ),
-        (lambda: fit(LanguageModel(), precision="fp8"), ["precision='fp8-mixed'", "pipeline does not support"]),
-        (lambda: PipelineStrategy("1f1b", stages_per_rank=2), ["one stage on each rank", "'interleaved-1f1b'"]),
-        (lambda: PipelineStrategy("zero-bubble-v", stages_per_rank=3), ["two stages on each rank"]),
-        (lambda: PipelineStrategy(stages_per_rank=0), ["whole number of at least 1"]),
+        (lambda: fit(LanguageModel(), precision="fp8"), ["precision='fp8-mixed'", "pipeline"]),
+        (lambda: PipelineStrategy("1f1b", stages_per_rank=2), ["1f1b", "'interleaved-1f1b'"]),
+        (lambda: PipelineStrategy("zero-bubble-v", stages_per_rank=3), ["zero-bubble-v"]),
+        (lambda: PipelineStrategy(stages_per_rank=0), ["stages_per_rank=0"]),
     ],
 )
 def test_a_configuration_is_refused_before_the_ranks_start(attempt: Callable[[], None], words: list[str]) -> None:
-    with pytest.raises(ConfigurationError) as refused:
+    with refuses(ConfigurationError, *words):
         attempt()
-    assert [word for word in words if word not in str(refused.value)] == []
 
 
 def test_an_unknown_schedule_names_the_closest() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -115,8 +116,8 @@ def test_each_rank_holds_its_part_of_the_layers_in_the_plan() -> None:
 @pytest.mark.parametrize(
     ("given", "degree", "words"),
     [
-        ({}, 4, "does not divide LlamaForCausalLM, whose num_key_value_heads is 2. Use tp out of 1, 2."),
-        ({"intermediate_size": 45}, 2, "mlp.gate_proj.out_features is 45. Use tp out of 1."),
+        ({}, 4, "num_key_value_heads"),
+        ({"intermediate_size": 45}, 2, "mlp.gate_proj.out_features"),
     ],
 )
 def test_degrees_that_do_not_divide_a_model_are_refused_with_those_that_do(
@@ -124,19 +125,18 @@ def test_degrees_that_do_not_divide_a_model_are_refused_with_those_that_do(
 ) -> None:
     module = TransformersModule(model(config("llama", False, **given)))
     trainer = silent_trainer(strategy="fsdp", devices=4, parallel={"tp": degree}, verbose=False)
-    with pytest.raises(ConfigurationError) as caught:
+    with refuses(ConfigurationError, words):
         trainer.fit(module, DataLoader(rows(), batch_size=1))  # type: ignore[arg-type]
-    assert words in str(caught.value)
 
 
 def test_a_style_that_is_not_known_is_refused_by_name() -> None:
     net = model(config("llama"))
     net._tp_plan = {**net._tp_plan, "model.layers.*.mlp.up_proj": "packed_colwise"}
     trainer = silent_trainer(strategy="fsdp", devices=2, parallel={"tp": 2}, verbose=False)
-    with pytest.raises(ConfigurationError) as caught:
+    with refuses(
+        ConfigurationError, "model.layers", "mlp.up_proj", "'packed_colwise'", "configure_tensor_parallel(mesh)"
+    ):
         trainer.fit(TransformersModule(net), DataLoader(rows(), batch_size=1))  # type: ignore[arg-type]
-    assert "splits model.layers.*.mlp.up_proj by style 'packed_colwise'" in str(caught.value)
-    assert "Define configure_tensor_parallel(mesh)" in str(caught.value)
 
 
 class Hooked(TrainModule):

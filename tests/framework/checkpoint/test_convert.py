@@ -26,6 +26,7 @@ from foreign_model import (
     schedule_of,
     seeded_net,
 )
+from messages import refuses
 from models import silent_trainer
 from torch import Tensor
 
@@ -201,9 +202,9 @@ def test_an_average_stays_one_beside_the_weights(foreign: Path, tmp_path: Path) 
 
 
 def test_several_groups_by_position_are_refused_without_the_module(foreign: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="2 parameter groups and keeps their state by position: pass module="):
+    with refuses(CheckpointError, "module="):
         converted(foreign / "1" / "lightning-groups", tmp_path / "converted.ckpt")
-    with pytest.raises(CheckpointError, match="pass module="):
+    with refuses(CheckpointError, "module="):
         converted(foreign / "1" / "accelerate", tmp_path / "converted.ckpt")
     assert not list(tmp_path.iterdir())
 
@@ -214,9 +215,7 @@ def test_a_missing_ranks_file_is_named(foreign: Path, tmp_path: Path) -> None:
     gone = next(source.glob("*/zero_pp_rank_1_mp_rank_00_optim_states.pt"))
     gone.unlink()
 
-    with pytest.raises(
-        CheckpointError, match="saved by 2 ranks, but holds the model states of 2 and the optimizer states of 1"
-    ):
+    with refuses(CheckpointError, "global_step4", "2 ranks"):
         converted(source, tmp_path / "converted.ckpt")
 
 
@@ -225,5 +224,5 @@ def test_a_latest_that_names_no_step_is_refused(foreign: Path, tmp_path: Path) -
     shutil.copytree(foreign / "2" / "zero1", source)
     (source / "latest").write_text("global_step5")
 
-    with pytest.raises(CheckpointError, match=r"'global_step5', but there is no such folder .* mean 'global_step4'"):
+    with refuses(CheckpointError, "'global_step5'", "'global_step4'"):
         converted(source, tmp_path / "converted.ckpt")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -127,7 +128,7 @@ def test_no_format_runs_what_a_pickle_names(kind: str, tmp_path: Path) -> None:
     folder.mkdir()
     source = hostile(kind, folder, payloads(marker)["nested"])
 
-    with pytest.raises(CheckpointError, match=r"names what is not read: (posix|nt)\.system|Error"):
+    with refuses(CheckpointError, str(source)):
         checkpoint.convert(source, tmp_path / "out", kind, note=lambda line: None)
 
     assert not marker.exists()
@@ -174,7 +175,7 @@ def test_a_class_that_is_left_out_is_never_looked_up(tmp_path: Path) -> None:
     source = tmp_path / "last.ckpt"
     torch.save(lightning_content(class_in_pickle), source)
 
-    with safe_globals(allowed([])), source.open("rb") as opened, pytest.raises(Refused, match="leave_out="):
+    with safe_globals(allowed([])), source.open("rb") as opened, refuses(Refused, "leave_out="):
         unpickled(opened, [])
     names = ["torch.nn.modules.loss.MSELoss"]
     left: list[str] = []
@@ -202,7 +203,7 @@ def test_paths_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     outside(folder)
     torch.save(lightning_content(None), folder / "meta.pt")
 
-    with pytest.raises(CheckpointError, match="which is not a file of the folder itself"):
+    with refuses(CheckpointError, "'../__0_0.distcp'"):
         checkpoint.convert(folder, tmp_path / "out", note=lambda line: None)
 
 
@@ -213,7 +214,7 @@ def test_shards_that_are_links_are_refused(tmp_path: Path) -> None:
     (folder / "__0_0.distcp").symlink_to(outside(folder))
     torch.save(lightning_content(None), folder / "meta.pt")
 
-    with pytest.raises(CheckpointError, match=r"Too many levels of symbolic links|OSError"):
+    with refuses(CheckpointError, "__0_0.distcp'"):
         checkpoint.convert(folder, tmp_path / "out", note=lambda line: None)
 
 
@@ -225,7 +226,7 @@ def test_latest_names_a_folder_of_its_own_only(tag: str, tmp_path: Path) -> None
         torch.save(states(None), folder / "mp_rank_00_model_states.pt")
     (source / "latest").write_text(tag)
 
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+    with refuses(CheckpointError, "latest", "global_step1"):
         checkpoint.convert(source, tmp_path / "out", note=lambda line: None)
 
 
@@ -235,7 +236,7 @@ def test_an_index_of_weights_names_files_of_the_folder_only(tmp_path: Path) -> N
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "optimizer.bin").unlink()
 
-    with pytest.raises(CheckpointError, match="which is not a file of its own"):
+    with refuses(CheckpointError, "'../model.safetensors'"):
         checkpoint.convert(tmp_path, tmp_path / "out", note=lambda line: None)
 
 
@@ -244,12 +245,10 @@ def test_links_and_pipes_are_not_taken_for_files(tmp_path: Path) -> None:
     folder = tmp_path / "source"
     sharded(folder, None)
     (folder / "meta.pt").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(
-        CheckpointError, match=r"meta\.pt \(a link\).* looks like 'lightning-sharded' without its meta.pt"
-    ):
+    with refuses(CheckpointError, "meta.pt", "'lightning-sharded'"):
         checkpoint.convert(folder, tmp_path / "out")
     os.mkfifo(tmp_path / "pipe.ckpt")
-    with pytest.raises(CheckpointError, match="no foreign checkpoint"):
+    with refuses(CheckpointError, "pipe.ckpt"):
         checkpoint.convert(tmp_path / "pipe.ckpt", tmp_path / "out")
 
 
@@ -259,19 +258,17 @@ def test_unknown_mixed_and_existing_folders_are_refused(tmp_path: Path) -> None:
     mixed.mkdir()
     hostile("deepspeed", mixed, None)
     torch.save({}, mixed / "pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError, match=r"empty is no foreign checkpoint that is known; it holds nothing\. Known:"
-    ):
+    with refuses(CheckpointError, "empty"):
         checkpoint.convert(empty, tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"of several formats: accelerate, deepspeed. Say which with format="):
+    with refuses(CheckpointError, "mixed", "format="):
         checkpoint.convert(mixed, tmp_path / "out")
-    with pytest.raises(ConfigurationError, match=r"format='deepsped' is not known. Did you mean 'deepspeed'"):
+    with refuses(ConfigurationError, "format='deepsped'", "'deepspeed'"):
         checkpoint.convert(mixed, tmp_path / "out", "deepsped")
-    with pytest.raises(CheckpointError, match=r"no 'lightning-sharded' .*looks like 'accelerate'"):
+    with refuses(CheckpointError, "mixed", "'lightning-sharded'", "'accelerate'"):
         checkpoint.convert(mixed, tmp_path / "out", "lightning-sharded")
-    with pytest.raises(ConfigurationError, match=r"empty' exists; choose another name"):
+    with refuses(ConfigurationError, "empty'"):
         checkpoint.convert(mixed, empty, "deepspeed")
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with refuses(CheckpointError, "nowhere"):
         checkpoint.convert(tmp_path / "nowhere", tmp_path / "out")
 
 

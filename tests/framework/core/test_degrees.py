@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from messages import refuses
 from models import silent_trainer
 
 from phalanx import Fabric
@@ -21,23 +22,22 @@ def test_a_dict_and_a_text_are_the_same(given: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"tensor": 2}, "there is no such axis. Did you mean 'tp'?"),
-        ({"dp_shards": 2}, "Did you mean 'dp_shard'?"),
-        ({"xyz": 2}, "Known: dp_replicate, dp_shard, cp, tp, pp, ep."),
-        ({"tp": 0}, "a degree is a whole number of at least 1, or -1"),
-        ({"tp": True}, "a degree is a whole number"),
-        ({"tp": 2.0}, "a degree is a whole number"),
-        ({"ep": -1}, "a degree is a whole number of at least 1."),
-        ({"tp": -1, "cp": -1}, "tp and cp are -1, and only one axis can take"),
-        ([2, 2], "is a list: give a dict"),
-        ("tp", "'tp' is not an axis with its number of ranks"),
-        ("tp=2,tp=4", "has tp twice"),
+        ({"tensor": 2}, "'tp'"),
+        ({"dp_shards": 2}, "'dp_shard'"),
+        ({"xyz": 2}, "'xyz'"),
+        ({"tp": 0}, "'tp': 0"),
+        ({"tp": True}, "'tp': "),
+        ({"tp": 2.0}, "'tp': "),
+        ({"ep": -1}, "'ep': -1"),
+        ({"tp": -1, "cp": -1}, "tp and cp"),
+        ([2, 2], "[2, 2]"),
+        ("tp", "'tp'"),
+        ("tp=2,tp=4", "tp=2,tp=4"),
     ],
 )
 def test_what_is_not_a_degree_is_refused(given: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with refuses(ConfigurationError, words):
         resolve_degrees(given)
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -61,39 +61,37 @@ def test_ranks_are_laid_out(given: dict[str, int], ranks: int, rest: str, expect
 @pytest.mark.parametrize(
     ("given", "ranks", "words"),
     [
-        ({"tp": 3}, 8, "tp=3 takes groups of 3 ranks, which do not divide them. Use tp out of 1, 2, 4, 8, or 6 or 9"),
-        ({"tp": 2, "cp": 3}, 8, "cp=3 x tp=2 takes groups of 6 ranks"),
-        ({"tp": 2, "dp_shard": 2}, 8, "dp_shard=2 x tp=2 takes 4 ranks. Use dp_shard=4, or tp=4, or 4 ranks."),
-        ({"tp": 4}, 2, "Use tp out of 1, 2, or 4 ranks."),
-        ({"ep": 3}, 8, "groups of ep=3 do not divide the 8 ranks of dp_shard and cp. Use ep out of 1, 2, 4, 8."),
+        ({"tp": 3}, 8, "tp=3"),
+        ({"tp": 2, "cp": 3}, 8, "cp=3 x tp=2"),
+        ({"tp": 2, "dp_shard": 2}, 8, "dp_shard=2 x tp=2"),
+        ({"tp": 4}, 2, "tp out of 1, 2"),
+        ({"ep": 3}, 8, "ep=3"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_numbers_that_would(
     given: dict[str, int], ranks: int, words: str
 ) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with refuses(ConfigurationError, words):
         resolve_degrees(given).lay_out(ranks, "dp_shard")
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [silent_trainer, lambda **given: Fabric(accelerator="cpu", **given)])
 @pytest.mark.parametrize(
     ("strategy", "given", "words"),
     [
-        ("zero3", {"tp": 2}, "strategy='zero3', which takes no degrees: use strategy='ddp' or strategy='fsdp', or"),
-        ("single", {"tp": 2}, "strategy='single', which takes no degrees"),
-        ("ddp", {"dp_shard": 2}, "use strategy='fsdp', or leave dp_shard out"),
-        ("ddp", {"ep": 2}, "use strategy='fsdp', or leave ep out"),
-        (DDPStrategy(bucket_cap_mb=5), {"tp": 2}, "DDPStrategy(bucket_cap_mb=...): beside tensor parallelism"),
-        (FSDPStrategy(tensor_parallel=4), {"tp": 2}, "and FSDPStrategy(tensor_parallel=4) contradict one another"),
+        ("zero3", {"tp": 2}, "strategy='zero3'"),
+        ("single", {"tp": 2}, "strategy='single'"),
+        ("ddp", {"dp_shard": 2}, "dp_shard"),
+        ("ddp", {"ep": 2}, "ep"),
+        (DDPStrategy(bucket_cap_mb=5), {"tp": 2}, "DDPStrategy(bucket_cap_mb=...)"),
+        (FSDPStrategy(tensor_parallel=4), {"tp": 2}, "FSDPStrategy(tensor_parallel=4)"),
     ],
 )
 def test_a_strategy_refuses_axes_that_it_does_not_have(
     make: Any, strategy: Any, given: dict[str, int], words: str
 ) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with refuses(ConfigurationError, words):
         make(strategy=strategy, devices=4, parallel=given)
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

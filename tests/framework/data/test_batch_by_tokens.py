@@ -96,9 +96,9 @@ def test_a_sample_is_as_long_as_its_sequence_of_numbers(rows: Any) -> None:
 @pytest.mark.parametrize(
     ("sample", "found"),
     [
-        ({"input_ids": torch.zeros(1, 7)}, r"tokens of shape \[1, 7\]"),
-        (torch.zeros(1, 7).numpy(), r"tokens of shape \[1, 7\]"),
-        ((torch.zeros(2, 7), 1), r"tokens of shape \[2, 7\]"),
+        ({"input_ids": torch.zeros(1, 7)}, "[1, 7]"),
+        (torch.zeros(1, 7).numpy(), "[1, 7]"),
+        ((torch.zeros(2, 7), 1), "[2, 7]"),
         ((1, torch.arange(7)), "a int as tokens"),
         ("hello world", "a str as tokens"),
         (("hello world", 1), "a str as tokens"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from small_fits import capturing
@@ -119,12 +120,10 @@ def test_a_loss_of_another_type_is_refused_with_a_hint() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.change(super().training_step(batch, batch_idx))
 
-    for change, hint in (
-        (lambda loss: loss.item(), "Do not call .item()"),
-        (lambda loss: {"los": loss}, "Did you mean 'loss' instead of 'los'?"),
-        (lambda loss: (loss, torch.ones(1)), "return a dict"),
+    for change, name in (
+        (lambda loss: loss.item(), ".item()"),
+        (lambda loss: {"los": loss}, "'los'"),
+        (lambda loss: (loss, torch.ones(1)), "tuple"),
     ):
-        with pytest.raises(LoopError) as raised:
+        with refuses(LoopError, name, "test_missing_losses.py, line ", varies=r"(?<=, line )\d+"):
             silent_trainer(devices=1, max_steps=1).fit(Given(change), loader(8))
-        assert hint in str(raised.value)
-        assert "test_missing_losses.py, line " in str(raised.value)

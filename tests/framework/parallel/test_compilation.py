@@ -319,22 +319,21 @@ def test_a_set_up_module_compiled_whole_is_called_through_the_fabric_by_both_nam
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"mod": "default"}, "compile={'mod': 'default'}: there is no such option. Did you mean 'mode'?"),
-        ({"blocks": "all"}, "compile={'blocks': 'all'}: it must be True or False."),
-        ({"fullgraph": 1}, "compile={'fullgraph': 1}: it must be True or False."),
-        ({"mode": "max-autotunes"}, "Did you mean 'max-autotune'?"),
-        ({"backend": "inducter"}, "Did you mean 'inductor'?"),
-        ({"mode": "default", "options": {}}, "is refused by torch: Either mode or options"),
-        ("block", "compile='block' is not known. Did you mean 'blocks'?"),
-        ("max-autotune", "is a mode: give compile={'mode': 'max-autotune'}."),
-        (3, "compile=3 must be True, False, 'blocks', or a dict of options."),
+        ({"mod": "default"}, "'mod'"),
+        ({"blocks": "all"}, "{'blocks': 'all'}"),
+        ({"fullgraph": 1}, "{'fullgraph': 1}"),
+        ({"mode": "max-autotunes"}, "'max-autotune'"),
+        ({"backend": "inducter"}, "'inductor'"),
+        ({"mode": "default", "options": {}}, "options"),
+        ("block", "compile='block'"),
+        ("max-autotune", "{'mode': 'max-autotune'}"),
+        (3, "compile=3"),
     ],
 )
 def test_a_wrong_compile_is_refused_when_the_trainer_is_made(given: Any, said: str) -> None:
     for make in (lambda: silent_trainer(devices=1, compile=given), lambda: Fabric(devices=1, compile=given)):
-        with pytest.raises(ConfigurationError) as raised:
+        with refuses(ConfigurationError, said) as raised:
             make()
-        assert said in str(raised.value)
         assert "\n" not in str(raised.value)
 
 

@@ -210,5 +210,5 @@ def test_runs_are_found_by_path_and_by_the_end_of_it(tmp_path: Path, monkeypatch
         assert find_run(given, Path()).absolute() == tmp_path / "gpt/version_1", given
     assert find_run("gpt", Path()) == Path("gpt/version_1")
     for given in ("gtp/version_1", "verson_1"):
-        with refuses(ConfigurationError, "'gtp/version_1'", "'gpt/version_1'"):
+        with refuses(ConfigurationError, repr(given), "'gpt/version_1'"):
             find_run(given, Path())

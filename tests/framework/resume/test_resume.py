@@ -342,8 +342,8 @@ class OtherOptimizer(Regressor):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (Wider, ["net.3.weight: (1, 16) in the checkpoint, (2, 16) in the module", "extra.weight: missing"]),
-        (OtherOptimizer, ["optimizer 0: AdamW in the checkpoint, SGD here"]),
+        (Wider, ["net.3.weight", "extra.weight"]),
+        (OtherOptimizer, ["AdamW"]),
     ],
 )
 def test_another_model_is_refused_by_name_and_left_alone(
@@ -352,10 +352,8 @@ def test_another_model_is_refused_by_name_and_left_alone(
     path = saved(tmp_path)
     other = module()
     before = weights_of(other)
-    with pytest.raises(CheckpointError) as refused:
+    with refuses(CheckpointError, *words):
         silent_trainer(max_epochs=2).fit(other, loader(16), ckpt_path=path)
-    for word in words:
-        assert word in str(refused.value)
     assert torch.equal(weights_of(other), before)
 
 
