@@ -17,7 +17,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, ClassVar, TypeVar
@@ -59,10 +59,11 @@ def refuses(
     _compare(f"{caught.type.__name__}: {caught.value}", names, varies)
 
 
-def says(text: str, *names: str, varies: str | None = None) -> None:
-    """Compare a message that is known as text; see ``refuses``."""
+def says(text: str | Sequence[str], *names: str, varies: str | None = None) -> None:
+    """Compare a message that is known as text, or those of ranks, of which equal ones count once; see ``refuses``."""
     __tracebackhide__ = True
-    _compare(text, names, varies)
+    for each in [text] if isinstance(text, str) else dict.fromkeys(text):
+        _compare(each, names, varies)
 
 
 def _compare(text: str, names: Collection[str], varies: str | None) -> None:

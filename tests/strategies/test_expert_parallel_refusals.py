@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from long_sequences import WIDTH, LongModel, loader
+from messages import refuses, says
 from models import Regressor, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from phalanx.errors import ConfigurationError
 
 def refusal(module: Any, ranks: int = 4, **settings: Any) -> str:
     given = {"strategy": "fsdp", "devices": ranks, "parallel": {"ep": 2}, "verbose": False, **settings}
-    with pytest.raises(ConfigurationError) as caught:
+    with refuses(ConfigurationError) as caught:
         silent_trainer(**given).fit(module, loader(4))
     return str(caught.value)
 
@@ -46,18 +47,18 @@ def changed(change: str) -> LongModel:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (Regressor(), ["Regressor has none that is known: define configure_expert_parallel()", "or leave ep out"]),
-        (Named([]), ["Named has none that is known"]),
-        (Named("blocks.*"), ["returned a str", "return a list of names of submodules"]),
-        (Named(["blocks.*.mixtur.experts"]), ["'blocks.*.mixtur.experts', which is not a submodule of the module"]),
-        (Named([nn.Linear(1, 1)]), ["a Linear, which is not a submodule of the module."]),
-        (Named(["blocks.0.mixture"]), ["blocks.0.mixture (Mixture) takes x", "name the layer of experts inside of it"]),
+        (Regressor(), ["Regressor", "configure_expert_parallel()"]),
+        (Named([]), ["Named"]),
+        (Named("blocks.*"), ["str"]),
+        (Named(["blocks.*.mixtur.experts"]), ["'blocks.*.mixtur.experts'"]),
+        (Named([nn.Linear(1, 1)]), ["Linear"]),
+        (Named(["blocks.0.mixture"]), ["blocks.0.mixture (Mixture)"]),
         (
             changed("parameter"),
-            ["blocks.0.mixture.experts (Experts)", "experts.scale has the shape [16] beside 6 experts"],
+            ["blocks.0.mixture.experts (Experts)", "experts.scale", "[16]"],
         ),
-        (changed("buffer"), ["the 6 experts of blocks.0.mixture.experts, but not its buffer load of shape [6]"]),
-        (changed("tie"), ["experts.widen is a parameter of 'blocks.1.mixture.experts' too", "untie it"]),
+        (changed("buffer"), ["blocks.0.mixture.experts", "load"]),
+        (changed("tie"), ["experts.widen", "'blocks.1.mixture.experts'"]),
     ],
 )
 def test_layers_that_cannot_be_divided_are_refused(module: Any, words: list[str]) -> None:
@@ -67,18 +68,18 @@ def test_layers_that_cannot_be_divided_are_refused(module: Any, words: list[str]
 
 def test_a_degree_that_does_not_divide_the_experts_is_refused_with_those_that_do() -> None:
     message = refusal(LongModel(experts=6), parallel={"ep": 4})
-    assert "parallel={'ep': 4} does not divide LongModel, whose blocks.0.mixture.experts has 6 experts" in message
-    assert "Use ep out of 1, 2, 3, 6." in message
+    assert "parallel={'ep': 4}" in message
+    assert "1, 2, 3, 6" in message
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"strategy": "ddp"}, ["strategy='ddp', which takes", "use strategy='fsdp', or leave ep out"]),
+        ({"strategy": "ddp"}, ["strategy='ddp'", "strategy='fsdp'"]),
         ({"parallel": {"ep": 2, "pp": 2}}, ["leave"]),
-        ({"compile": {"backend": "eager"}}, ["leave compile out, or leave ep out"]),
-        ({"precision": "fp8"}, ["ep=2 splits layers over ranks: use 'bf16-mixed', or leave ep out"]),
-        ({"micro_batch_size": "auto", "global_batch_size": 8}, ["strategy='fsdp', whose passes contain collectives"]),
+        ({"compile": {"backend": "eager"}}, ["compile", "ep"]),
+        ({"precision": "fp8"}, ["ep=2", "'bf16-mixed'"]),
+        ({"micro_batch_size": "auto", "global_batch_size": 8}, ["strategy='fsdp'", "micro_batch_size='auto'"]),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_refused(settings: dict[str, Any], words: list[str]) -> None:
@@ -137,13 +138,12 @@ def refused_on_ranks(kind: str, parallel: dict[str, int]) -> str:
 @pytest.mark.parametrize(
     ("kind", "parallel", "words"),
     [
-        ("quantized", {"ep": 2}, "AdamW8bit quantizes blocks of consecutive elements, which ep spreads over ranks"),
-        ("otherwise", {"ep": 2}, "Experts was called with [4, 12, 16], [4, 12, 2], [4, 12, 2]"),
-        ("twice", {"ep": 2, "tp": 2}, "Experts.widen is split by configure_tensor_parallel, and by expert"),
+        ("quantized", {"ep": 2}, "AdamW8bit"),
+        ("otherwise", {"ep": 2}, "[4, 12, 16], [4, 12, 2], [4, 12, 2]"),
+        ("twice", {"ep": 2, "tp": 2}, "Experts.widen"),
     ],
 )
 def test_what_is_known_on_the_ranks_only_is_refused_on_all_of_them(
     kind: str, parallel: dict[str, int], words: str
 ) -> None:
-    for message in run_on_ranks(2 * parallel.get("tp", 1), refused_on_ranks, kind, parallel):
-        assert words in message
+    says(run_on_ranks(2 * parallel.get("tp", 1), refused_on_ranks, kind, parallel), words)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import says
 from models import silent_trainer
 from ranks import run_on_ranks
 from sharded_state import connected
@@ -210,5 +211,5 @@ def refused(kind: type[nn.Module]) -> str:
 
 
 def test_what_nothing_gives_values_is_named() -> None:
-    for kind, words in ((Bare, "0 (Bare) owns weight"), (Rotary, "buffers frequencies"), (Stray, "0.mask is a tensor")):
-        assert all(words in message for message in run_on_ranks(2, refused, kind)), kind
+    for kind, name in ((Bare, "0 (Bare)"), (Rotary, "frequencies"), (Stray, "0.mask")):
+        says(run_on_ranks(2, refused, kind), name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from messages import refuses
+from messages import refuses, says
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -70,28 +70,23 @@ def refusal(module: type[Regressor], strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero3"])
 def test_sparse_gradients_are_refused_before_a_process_starts(strategy: str) -> None:
-    assert "words is an Embedding(sparse=True)" in refusal(Sparse, strategy)
+    says(refusal(Sparse, strategy), "words", "Embedding(sparse=True)")
 
 
 @pytest.mark.parametrize(
-    ("module", "strategy", "sentence"),
+    ("module", "strategy", "names"),
     [
-        (Late, "fsdp", "words is an Embedding(sparse=True), and strategy='fsdp'"),
-        (Late, "zero2", "words is an Embedding(sparse=True), and strategy='zero2'"),
-        (WholeTensors, "zero1", "Adafactor needs full tensors, and ZeRO stage 1"),
-        (Orthogonal, "zero2", "Muon needs full tensors, and ZeRO stage 2"),
-        (
-            Unused,
-            "ddp",
-            "idle.weight, idle.bias had no part in the loss: use strategy='ddp_find_unused_parameters_true'",
-        ),
-        (Hollow, "zero3", "hollow.weight is on the meta device"),
+        (Late, "fsdp", ["words", "strategy='fsdp'"]),
+        (Late, "zero2", ["words", "strategy='zero2'"]),
+        (WholeTensors, "zero1", ["Adafactor", "ZeRO stage 1"]),
+        (Orthogonal, "zero2", ["Muon", "ZeRO stage 2"]),
+        (Unused, "ddp", ["idle.weight, idle.bias", "strategy='ddp_find_unused_parameters_true'"]),
+        (Hollow, "zero3", ["hollow.weight"]),
     ],
     ids=["late fsdp", "late zero2", "whole tensors", "muon zero2", "unused", "hollow"],
 )
-def test_ranks_say_what_they_cannot_take(module: type[Regressor], strategy: str, sentence: str) -> None:
-    for told in run_on_ranks(2, refusal, module, strategy):
-        assert sentence in told
+def test_ranks_say_what_they_cannot_take(module: type[Regressor], strategy: str, names: list[str]) -> None:
+    says(run_on_ranks(2, refusal, module, strategy), *names)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import token_loader
-from messages import refuses
+from messages import refuses, says
 from models import Regressor, loader, regression_data, silent_trainer
 from ranks import run_on_ranks
 from split_model import SplitModel, by_hand, mean_losses, paths, trained
@@ -155,16 +155,15 @@ def refusal(module: str, strategy: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("module", "strategy", "sentence"),
+    ("module", "strategy", "names"),
     [
-        ("muon", "zero1", "Muon needs full tensors, and ZeRO stage 1 leaves each rank flat pieces"),
-        ("muon", "zero3", "Muon needs full tensors, and ZeRO stage 3 leaves each rank flat pieces"),
-        ("lbfgs", "fsdp", "LBFGS needs full tensors, and strategy='fsdp' leaves each rank a part"),
+        ("muon", "zero1", ["Muon", "ZeRO stage 1"]),
+        ("muon", "zero3", ["Muon", "ZeRO stage 3"]),
+        ("lbfgs", "fsdp", ["LBFGS", "strategy='fsdp'"]),
     ],
 )
-def test_strategies_refuse_what_they_cannot_update(module: str, strategy: str, sentence: str) -> None:
-    for told in run_on_ranks(2, refusal, module, strategy):
-        assert sentence in told
+def test_strategies_refuse_what_they_cannot_update(module: str, strategy: str, names: list[str]) -> None:
+    says(run_on_ranks(2, refusal, module, strategy), *names)
 
 
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
