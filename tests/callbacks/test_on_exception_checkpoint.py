@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from messages import refuses
+from messages import refuses, says
 from ranks import run_on_ranks, run_script
 from small_fits import quiet_trainer
 from torch import Tensor, nn
@@ -274,12 +274,11 @@ def fit_on_a_rank(folder: str, strategy: str) -> str:
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
         callbacks=[OnExceptionCheckpoint(Path(folder) / "saved")],
     )  # fmt: skip
-    with pytest.raises(ConfigurationError, match="a checkpoint after an error is not possible under") as error:
+    with pytest.raises(ConfigurationError) as error:
         trainer.fit(Net(), shuffled())
     return str(error.value)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
 def test_strategies_that_shard_the_state_are_refused(strategy: str, tmp_path: Path) -> None:
-    messages = run_on_ranks(2, fit_on_a_rank, str(tmp_path), strategy)
-    assert all("where each rank holds a part of the state: remove OnExceptionCheckpoint" in text for text in messages)
+    says(run_on_ranks(2, fit_on_a_rank, str(tmp_path), strategy), "OnExceptionCheckpoint", f"strategy='{strategy}'")
