@@ -66,6 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import once what many tests import in each of their processes."""
+    # What was imported stays: a test that collects garbage need not search it.
+    gc.collect()
+    gc.freeze()
     if len(session.items) > _MANY_TESTS:
         preload(("datasets", "deepspeed", "jsonargparse", "sklearn.datasets", "torchmetrics", "webdataset"))
 
