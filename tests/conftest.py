@@ -17,6 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+# Threads of one operation wait for one another in busy loops, which the processes of other tests pay for: torch reads
+# this when it is imported, and scripts inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch.distributed as dist
 from cuda_machine import EMULATED
