@@ -17,6 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+# Threads of one operation wait for one another in busy loops, which the processes of other tests pay for: torch reads
+# this when it is imported, and scripts inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch.distributed as dist
 from cuda_machine import EMULATED
@@ -69,6 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import once what many tests import in each of their processes."""
+    # What was imported stays: a test that collects garbage need not search it.
+    gc.collect()
+    gc.freeze()
     if len(session.items) > _MANY_TESTS:
         preload(("datasets", "deepspeed", "jsonargparse", "sklearn.datasets", "torchmetrics", "webdataset"))
 

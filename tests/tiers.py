@@ -100,25 +100,31 @@ class Tiers:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Begin with the slowest, so that no process is left alone with them; leave out what the tier leaves out."""
-        slow = [item for item in items if function_of(item.nodeid) in self._slow]
-        slow.sort(key=lambda item: -self._slow[function_of(item.nodeid)])
-        quick = [item for item in items if function_of(item.nodeid) not in self._slow]
+        """Leave out what the tier leaves out, and begin with the files that take longest.
+
+        So no process is left alone with one at the end. The tests of a file stay together, as they share fixtures.
+        """
         if self._is_quick:
             cases: dict[str, list[str]] = defaultdict(list)
-            for item in slow:
-                if not _needs_nvme(item):
-                    cases[function_of(item.nodeid)].append(item.nodeid)
+            for item in items:
+                if (function := function_of(item.nodeid)) in self._slow and not _needs_nvme(item):
+                    cases[function].append(item.nodeid)
             chosen = sample(cases, self._slow, commit_of(self._config.rootpath), SAMPLE_SECONDS)
-            left = [item for item in slow if item.nodeid not in chosen] + [item for item in quick if _needs_nvme(item)]
-            slow = [item for item in slow if item.nodeid in chosen]
-            quick = [item for item in quick if not _needs_nvme(item)]
+            left = [item for item in items if item.nodeid not in chosen and (self._is_slow(item) or _needs_nvme(item))]
             self._config.hook.pytest_deselected(items=left)
             self._note_left_out(left)
+            is_left = set(left)
+            items[:] = [item for item in items if item not in is_left]
+        seconds: dict[Path, float] = defaultdict(float)
+        late: dict[Path, bool] = defaultdict(bool)
+        for item in items:
+            seconds[item.path] += self._slow.get(function_of(item.nodeid), 0.0)
             # On a new machine the compiler runs beside the other tests.
-            slow.sort(key=lambda item: needs_compiled_ops(item.nodeid))
-            quick.sort(key=lambda item: needs_compiled_ops(item.nodeid) or "emulated_cuda" in item.nodeid)
-        items[:] = slow + quick
+            late[item.path] |= needs_compiled_ops(item.nodeid) or "emulated_cuda" in item.nodeid
+        items.sort(key=lambda item: (late[item.path], -seconds[item.path], str(item.path)))
+
+    def _is_slow(self, item: pytest.Item) -> bool:
+        return function_of(item.nodeid) in self._slow
 
     def _note_left_out(self, left: list[pytest.Item]) -> None:
         file = self._config.getoption("--left-out")

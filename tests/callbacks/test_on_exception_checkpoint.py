@@ -249,10 +249,17 @@ def run(folder: Path, fails: str = "", rank: str = "", resume: str = "") -> Any:
     return run_script(script, str(folder), fails, rank, resume)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The weights of a run that does not fail."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = run(folder)
+    assert done.returncode == 0, done.stdout
+    return torch.load(folder / "weights.pt")
+
+
 @pytest.mark.parametrize("rank", ["0", "1", ""])
-def test_the_rank_that_fails_saves_for_all(rank: str, tmp_path: Path) -> None:
-    undisturbed = run(tmp_path / "undisturbed")
-    assert undisturbed.returncode == 0, undisturbed.stdout
+def test_the_rank_that_fails_saves_for_all(rank: str, undisturbed: Any, tmp_path: Path) -> None:
     failed = run(tmp_path / "failed", "training_step", rank)
     assert failed.returncode == 1, failed.stdout
     assert "planted in training_step" in failed.stdout
@@ -261,7 +268,7 @@ def test_the_rank_that_fails_saves_for_all(rank: str, tmp_path: Path) -> None:
     assert [path.name for path in saved.iterdir()] == ["on_exception.ckpt"]
     resumed = run(tmp_path / "resumed", resume=str(saved / "on_exception.ckpt"))
     assert resumed.returncode == 0, resumed.stdout
-    weights = [torch.load(tmp_path / name / "weights.pt") for name in ("undisturbed", "resumed")]
+    weights = [undisturbed, torch.load(tmp_path / "resumed" / "weights.pt")]
     if rank != "0":
         # Each rank has running statistics of its own, of which checkpoints hold those of the rank that saves.
         weights = [{name: value for name, value in one.items() if "running" not in name} for one in weights]

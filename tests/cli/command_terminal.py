@@ -40,7 +40,7 @@ def warm_command(*arguments: Any, cwd: Path, env: dict[str, str] | None = None) 
 
 def answer(*arguments: Any, cwd: Path) -> Any:
     """Return what a command prints with ``--json``."""
-    done = command(*arguments, "--json", cwd=cwd)
+    done = warm_command(*arguments, "--json", cwd=cwd)
     assert done.returncode == 0, done.stdout
     return json.loads(done.stdout)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_terminal import warm_command
 from ranks import run_command, run_script
 from safetensors.torch import load_file
 
@@ -82,7 +83,7 @@ def checkpoints(folder: Path) -> tuple[Path, Path]:
 
 
 def export(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    return run_command([sys.executable, "-m", "phalanx", "export", *map(str, arguments)], folder)
+    return warm_command("export", *arguments, cwd=folder)
 
 
 def test_the_best_weights_of_a_run(folder: Path) -> None:

@@ -42,9 +42,7 @@ def command(*arguments: str) -> list[str]:
 # ---- SLURM
 
 
-@pytest.mark.parametrize(
-    ("nodes", "codes", "turns"), [(2, ["75", "0"], [75, 0]), (1, ["78", "0"], [78]), (1, ["1", "0"], [1])]
-)
+@pytest.mark.parametrize(("nodes", "codes", "turns"), [(2, ["75", "0"], [75, 0]), (1, ["1", "0"], [1])])
 def test_a_slurm_job_that_was_preempted_is_queued_again(
     tmp_path: Path, nodes: int, codes: list[str], turns: list[int]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_command
+from ranks import run_command, run_script
 from torch import nn
 
 MODEL = """
@@ -153,11 +153,18 @@ def migrate(project: Path) -> None:
 
 
 def run(project: Path, *arguments: str) -> str:
-    """Run the program to its end; return what it printed."""
+    """Run the migrated program to its end; return what it printed."""
+    libraries = ("jsonargparse", "torchmetrics")
+    done = run_script(project / "main.py", *arguments, cwd=project, timeout=120.0, libraries=libraries)
+    assert done.returncode == 0, done.stdout
+    return str(done.stdout)
+
+
+def run_with_lightning(project: Path, *arguments: str) -> None:
+    """Run the program as it was, to its end."""
     environment = {"CUDA_VISIBLE_DEVICES": ""}
     done = run_command([sys.executable, "main.py", *arguments], project, environment, timeout=120.0)
     assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 def column(project: Path, name: str) -> list[float]:
@@ -198,7 +205,7 @@ def test_a_migrated_project_trains_to_the_losses_of_a_torch_loop_and_of_lightnin
     assert column(project, "train_loss") == torch_losses()[0]
     pytest.importorskip("lightning.pytorch")
     theirs = write_project(tmp_path / "theirs")
-    run(theirs, "fit", "--config", "config.yaml")
+    run_with_lightning(theirs, "fit", "--config", "config.yaml")
     for metric in ("train_loss", "val_loss", "val_acc", "lr-AdamW"):
         assert column(project, metric) == column(theirs, metric), metric
     # The complete configuration that Lightning has saved, with its defaults.

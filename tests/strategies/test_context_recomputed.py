@@ -30,10 +30,15 @@ def recomputed(strategy: str, ranks: int, parallel: dict[str, int], way: str) ->
     return {name: each.detach() for name, each in module.named_parameters() if not each.is_meta}
 
 
-@pytest.mark.parametrize("way", ["blocks", "reentrant", "not reentrant"])
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "parallel"),
-    [("ddp", 2, {"cp": 2}), ("fsdp", 2, {"cp": 2}), ("pipeline", 4, {"pp": 2, "cp": 2})],
+    ("strategy", "ranks", "parallel", "way"),
+    [
+        ("ddp", 2, {"cp": 2}, "reentrant"),
+        ("ddp", 2, {"cp": 2}, "not reentrant"),
+        ("fsdp", 2, {"cp": 2}, "blocks"),
+        ("fsdp", 2, {"cp": 2}, "not reentrant"),
+        ("pipeline", 4, {"pp": 2, "cp": 2}, "blocks"),
+    ],
 )
 def test_activations_that_are_computed_again_attend_to_full_sequences(
     strategy: str, ranks: int, parallel: dict[str, int], way: str

@@ -348,7 +348,7 @@ def outputs_on_rank(stage: int) -> dict[str, Tensor]:
     return outputs(Fabric(accelerator="cpu", devices=2, strategy=DeepSpeedStrategy(stage=stage)))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_an_output_of_any_kind_is_the_modules_own(stage: int) -> None:
     expected = outputs(Fabric(accelerator="cpu", devices=1, strategy="single"))
     for found in run_on_ranks(2, outputs_on_rank, stage):

@@ -154,9 +154,10 @@ def test_state_equals_plain_torch_and_loads_anywhere(place: str, tmp_path: Path)
     run_on_ranks(2, taken, given, "adamw", str(path))
     compare(path, "adamw")
     *_, losses = torch.load(path)
-    for ranks, other in ((2, given), (3, PLACES["zero3"])):
+    # Offloaded state is stepped by DeepSpeed's Adam for the CPU, which rounds otherwise than torch's.
+    for ranks, other, rel in ((2, given, 1e-6), (3, PLACES["zero3"], 1e-5)):
         for found in run_on_ranks(ranks, put_back, other, "adamw", str(path)):
-            assert found == pytest.approx(losses, rel=1e-6)
+            assert found == pytest.approx(losses, rel=rel)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "amsgrad"])

@@ -52,7 +52,7 @@ def trained(path: str, resumed: bool, settings: dict[str, Any]) -> dict[str, Ten
     return {name: each.detach().clone() for name, each in module.named_parameters()}
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": 2}, {"checkpointing": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"window": 2, "checkpointing": True}], ids=str)
 def test_a_run_resumed_where_ranks_have_no_batch_is_the_same_bit_by_bit(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

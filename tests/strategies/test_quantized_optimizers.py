@@ -45,8 +45,9 @@ def run(place: str, *args: Any) -> tuple[Tensor, Tensor]:
     return torch.tensor([losses for losses, _ in results]).mean(0), results[0][1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", ["single@1", "ddp@2", "fsdp@2"])
+@pytest.mark.parametrize(
+    ("place", "kind"), [*(("fsdp@2", kind) for kind in KINDS), ("single@1", KINDS[0]), ("ddp@2", KINDS[-1])]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(place: str, kind: str, tmp_path: Path) -> None:
     losses, weights = run(place, kind, str(tmp_path / "a"), STEPS, None)
     run(place, kind, str(tmp_path / "b"), 2, None)
@@ -55,8 +56,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(place: str, kind: str, tmp_path:
     assert torch.equal(resumed, weights)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("first", "then"), [("single@1", "fsdp@2"), ("fsdp@2", "single@1"), ("ddp@2", "fsdp@2")])
+@pytest.mark.parametrize(
+    ("first", "then", "kind"),
+    [
+        *(("single@1", "fsdp@2", kind) for kind in KINDS),
+        ("fsdp@2", "single@1", KINDS[0]),
+        ("ddp@2", "fsdp@2", KINDS[-1]),
+    ],
+)
 def test_a_run_resumes_under_another_strategy(first: str, then: str, kind: str, tmp_path: Path) -> None:
     losses, weights = run(first, kind, str(tmp_path / "a"), STEPS, None)
     run(first, kind, str(tmp_path / "b"), 2, None)

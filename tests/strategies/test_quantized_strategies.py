@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,7 @@ def three_runs(name: str, kind: str, root: str) -> list[tuple[list[float], Tenso
 
 
 # Under `ddp` and `fsdp` test_quantized_optimizers.py has the other kinds.
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit"])
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize(("name", "kind"), list(zip(RANKS, cycle(["AdamW8bit", "AdamW4bit"]), strict=False)))
 def test_a_run_is_torchaos_and_resumes_bit_for_bit(name: str, kind: str, tmp_path: Path) -> None:
     ranks, args = RANKS[name], (name, kind, str(tmp_path))
     found = [three_runs(*args)] if ranks == 1 else run_on_ranks(ranks, three_runs, *args)

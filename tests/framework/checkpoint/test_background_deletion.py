@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import started_script
 from small_fits import Tiny, capturing, loader, quiet_trainer
 
 from phalanx import checkpoint
@@ -205,12 +204,10 @@ while True:
 
 def test_a_process_killed_while_it_deletes_leaves_full_checkpoints_and_no_space_is_lost(tmp_path: Path) -> None:
     for attempt in range(6):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
-        try:
+        with started_script(KILLED, str(tmp_path)) as process:
             assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
+            assert process.stdout.readline() == "ready\n"
             time.sleep(0.003 + attempt * 0.0077)
-        finally:
             process.send_signal(signal.SIGKILL)
             process.communicate()
         visible = [tmp_path / name for name in os.listdir(tmp_path) if not name.startswith(".")]

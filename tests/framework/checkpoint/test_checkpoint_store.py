@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from ranks import run_on_ranks
+from ranks import run_on_ranks, started_script
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -414,12 +412,10 @@ while True:
 def test_killed_at_any_instant_a_whole_checkpoint_remains(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     for attempt in range(6):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE)
-        try:
+        with started_script(KILLED, str(path)) as process:
             assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
+            assert process.stdout.readline() == "ready\n"
             time.sleep(0.003 + attempt * 0.0077)
-        finally:
             process.send_signal(signal.SIGKILL)
             process.communicate()
 

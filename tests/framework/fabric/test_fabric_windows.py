@@ -97,15 +97,12 @@ def check(
     [
         ("single", 1, None, 1, 4),
         ("ddp", 2, None, 2, 1),
-        ("ddp", 2, None, 2, 4),
         ("fsdp", 2, None, 2, 4),
         ("zero2", 2, None, 2, 4),
         ("fsdp", 2, "tp=2", 1, 4),
-        ("pipeline", 2, "pp=2", 1, 1),
         ("pipeline", 2, "pp=2", 1, 4),
         ("pipeline", 4, "pp=2,dp_replicate=2", 2, 2),
         ("fsdp", 4, "pp=2,dp_shard=2", 2, 1),
-        ("fsdp", 4, "pp=2,dp_shard=2", 2, 4),
         ("pipeline", 4, "pp=2,tp=2", 1, 4),
     ],
 )

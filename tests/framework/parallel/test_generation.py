@@ -71,9 +71,7 @@ def written(kind: str, ranks: int, strategy: str) -> tuple[dict[tuple[str, int],
     return module.written, module.passes
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "strategy"), [("gpt2", 3, "fsdp"), ("llama", 2, "zero3"), ("t5", 2, "fsdp"), ("t5", 2, "zero3")]
-)
+@pytest.mark.parametrize(("kind", "ranks", "strategy"), [("gpt2", 3, "fsdp"), ("llama", 2, "zero3"), ("t5", 2, "fsdp")])
 def test_each_rank_generates_what_one_process_does(kind: str, ranks: int, strategy: str) -> None:
     expected, _ = written(kind, 1, "single")
     lengths = {len(found[0]) for (way, _), found in expected.items() if way == "greedy"}

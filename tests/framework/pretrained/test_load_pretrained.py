@@ -70,9 +70,7 @@ def expected(folders: dict[str, Path]) -> dict[str, Any]:
     [
         ("single", 1, False, KINDS),
         ("single", 1, True, KINDS),
-        ("fsdp", 1, True, KINDS[:1]),
         ("ddp", 2, False, KINDS[:2]),
-        ("ddp", 2, True, KINDS[:1]),
         ("fsdp", 2, False, KINDS[:2]),
         ("fsdp", 3, True, KINDS),
         ("zero2", 3, True, KINDS[:1]),

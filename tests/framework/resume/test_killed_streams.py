@@ -12,12 +12,10 @@ from library_streams import COUNT
 @pytest.mark.parametrize(
     ("kind", "ranks", "workers", "kill"),
     [
-        ("json", 1, 0, 5),
         ("parquet", 2, 2, 4),
         ("json+shuffled", 1, 2, 5),
         ("split:json", 2, 0, 3),
         ("tar+shuffled", 2, 0, 3),
-        ("tar", 2, 2, 4),
     ],
 )
 def test_after_a_kill_each_sample_is_seen_once(tmp_path: Path, kind: str, ranks: int, workers: int, kill: int) -> None:

@@ -55,8 +55,10 @@ def found(place: str, rank: int, largest: int, ranks: int = 1, **settings: Any) 
     return sizes, kept and numbers == random.getstate() and trainer.global_step == 0
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("ranks", "largest"), [(1, 1), (1, 13), (2, 5), (3, 7)])
+@pytest.mark.parametrize(
+    ("place", "ranks", "largest"),
+    [*((place, 2, 5) for place in PLACES), ("forward", 1, 1), ("backward", 1, 13), ("update", 3, 7)],
+)
 def test_the_size_is_the_largest_that_fits_on_all_ranks(place: str, ranks: int, largest: int) -> None:
     arguments = (place, ranks - 1, largest, ranks)
     results = [found(*arguments)] if ranks == 1 else run_on_ranks(ranks, found, *arguments, timeout=120)
