@@ -51,10 +51,10 @@ def test_a_strategy_that_differs_or_fails(
 
 def test_a_strategy_that_cannot_be_used_is_skipped_with_the_reason(tmp_path: Path) -> None:
     without_ops = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    done = warm_command("selftest", "--only", "zero2", cwd=tmp_path, env=without_ops)
+    done = warm_command("selftest", "--only", "zero2-offload", cwd=tmp_path, env=without_ops)
     assert done.returncode == 0
-    assert re.search(r"^zero2 +skipped +-", done.stdout, re.MULTILINE)
-    assert re.search(r"^ ?zero2: .*no-such-compiler", done.stdout, re.MULTILINE)
+    assert re.search(r"^zero2-offload +skipped +-", done.stdout, re.MULTILINE)
+    assert re.search(r"^ ?zero2-offload: .*no-such-compiler", done.stdout, re.MULTILINE)
 
 
 def test_an_unknown_strategy_is_answered_in_one_line(tmp_path: Path) -> None:
