@@ -68,10 +68,12 @@ test: tools lint
 	test ! -f $(QUICK) || cat $(QUICK); exit $$status
 COMPILE = { $(PY) -m phalanx.strategies.deepspeed.ops cpu_adam && $(PY) tests/emulated_cuda/emulation_build.py; }
 
-# Without libaio the tests of NVMe are left out, and the last line says so; with COMPLETE=1 that is an error.
+# Without libaio the tests of NVMe are left out, and the last line says so; with COMPLETE=1 that is an error. TIER=rest
+# runs what `make test` leaves out.
+TIER ?= all
 check: tools ops
 	@$(HAS_LIBAIO) || selected='not nvme'; \
-	$(PYTEST) --durations 30 --durations-min 5 -m "$$selected" $(ARGS); status=$$?; \
+	$(PYTEST) --tier $(TIER) --durations 30 --durations-min 5 -m "$$selected" $(ARGS); status=$$?; \
 	test -z "$$selected" || echo "$(LEFT_OUT)"; exit $$status
 
 durations: tools ops

@@ -36,7 +36,8 @@ _IGNORED_FILES = ("pymp-", "torchinductor_")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of ``tiers`` and ``messages``."""
-    parser.addoption("--tier", choices=("quick", "all"), default="all", help="which tests to run: see tests/tiers.py")
+    tiers = ("quick", "rest", "all")
+    parser.addoption("--tier", choices=tiers, default="all", help="which tests to run: see tests/tiers.py")
     parser.addoption("--write-durations", action="store_true", help="write how long the slow functions take")
     parser.addoption("--left-out", metavar="FILE", help="where to write what the tier leaves out")
     parser.addoption("--write-messages", action="store_true", help="write tests/messages.txt: see tests/messages.py")

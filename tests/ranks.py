@@ -297,8 +297,8 @@ def _answer(module_name: str, path: str, name: str, pickled_args: bytes) -> Any:
     value = function(*args)
     if dist.is_initialized():
         _end_groups()
-    # A destroyed group keeps a thread that wakes up a hundred times a second for as long as anything refers to it, and a
-    # sharded module that was not torn down a hook on the calls of all modules.
+    # A destroyed group keeps a thread that wakes up a hundred times a second for as long as anything refers to it. A
+    # sharded module that was not torn down keeps a hook on the calls of all modules.
     gc.collect()
     # What is left now stays. Searched again in each collection, it would take a fifth of the time of all tests.
     gc.freeze()

@@ -2,7 +2,8 @@
 
 ``durations.json`` lists the functions of which a case takes longer than ``SLOW_SECONDS``, with the seconds of a case;
 ``make durations`` writes it. In the quick tier, slow functions run one case each while their time is left, in an order
-and with a case that a hash of the commit chooses: commit after commit, all of them come round.
+and with a case that a hash of the commit chooses: commit after commit, all of them come round. The tier ``rest`` holds
+what the quick one leaves out.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Tiers:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._is_quick = config.getoption("--tier") == "quick"
+        self._tier = config.getoption("--tier")
         self._writes = config.getoption("--write-durations")
         self._is_worker = hasattr(config, "workerinput")
         self._slow = read_durations()
@@ -104,15 +105,17 @@ class Tiers:
 
         So no process is left alone with one at the end. The tests of a file stay together, as they share fixtures.
         """
-        if self._is_quick:
+        if self._tier != "all":
             cases: dict[str, list[str]] = defaultdict(list)
             for item in items:
                 if (function := function_of(item.nodeid)) in self._slow and not _needs_nvme(item):
                     cases[function].append(item.nodeid)
             chosen = sample(cases, self._slow, commit_of(self._config.rootpath), SAMPLE_SECONDS)
-            left = [item for item in items if item.nodeid not in chosen and (self._is_slow(item) or _needs_nvme(item))]
+            rest = {item for item in items if item.nodeid not in chosen and (self._is_slow(item) or _needs_nvme(item))}
+            left = [item for item in items if (item in rest) == (self._tier == "quick")]
             self._config.hook.pytest_deselected(items=left)
-            self._note_left_out(left)
+            if self._tier == "quick":
+                self._note_left_out(left)
             is_left = set(left)
             items[:] = [item for item in items if item not in is_left]
         seconds: dict[Path, float] = defaultdict(float)

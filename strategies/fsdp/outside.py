@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,14 @@ class OutsideCalls:
         self.routing = False
         self._above = dict(_states_above(root, ()))
         self._outermost: nn.Module | None = None
-        self._handle: Any = None
+        self._handles: list[Any] = []
+        # Not ``__del__``: in a reference cycle, a handle has lost torch's table of hooks by then, and the hook stays.
+        finalize(self, _remove, self._handles).atexit = False
         self.watch()
 
     def watch(self) -> None:
         """Gather parameters for calls from now on."""
-        if self._handle is None:
+        if not self._handles:
             # A weak reference: torch's table of hooks must not keep a model alive that was not torn down.
             own = ref(self)
 
@@ -56,16 +58,11 @@ class OutsideCalls:
                 calls = own()
                 return None if calls is None else calls._before(module, args)
 
-            self._handle = register_module_forward_pre_hook(torch._dynamo.disable(hook))
+            self._handles.append(register_module_forward_pre_hook(torch._dynamo.disable(hook)))
 
     def ignore(self) -> None:
         """Leave calls alone."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def __del__(self) -> None:
-        self.ignore()
+        _remove(self._handles)
 
     def begin_step(self) -> None:
         """Leave the calls of a routed step alone: it gathers what they need, and a hook costs time in each call."""
@@ -144,3 +141,8 @@ def _states_above(part: Any, above: tuple[Any, ...]) -> Iterator[tuple[nn.Module
     for child in part.children():
         yield child, above
         yield from _states_above(child, above)
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,20 @@ def test_a_part_of_a_unit_that_runs_alone_in_a_forward_pass_is_named() -> None:
     for message in run_on_ranks(2, part_of_a_unit_in_a_step):
         assert message.startswith("blocks.1.0 (Linear) computed with a parameter that is sharded")
         assert "FSDPStrategy(units=...)" in message
+
+
+def hooks_that_are_left() -> int:
+    fabric = Fabric(accelerator="cpu", devices="auto", strategy="fsdp")
+    before = len(torch.nn.modules.module._global_forward_pre_hooks)
+    model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    model(torch.ones(1, 4)).sum().backward()
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == before + 1
+    # As the garbage of a program goes: in a reference cycle, with nobody to tear it down.
+    model.itself = fabric.itself = [model, fabric]  # type: ignore[attr-defined]
+    del model, fabric
+    gc.collect()
+    return len(torch.nn.modules.module._global_forward_pre_hooks) - before
+
+
+def test_a_module_that_is_given_up_leaves_no_hook_on_the_calls_of_others() -> None:
+    assert run_on_ranks(2, hooks_that_are_left) == [0, 0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from messages import COMMAND, Messages, read_messages, refuses, says, stable, write_messages
 
-HERE = "house/test_messages.py"
+HERE = "house/test_refusal_messages.py"
 RUN = f"{HERE}::test_another_sentence_fails_and_names_the_command"
 DROPPED = f"{HERE}::test_a_name_that_is_absent_fails"
 OTHER = f"{HERE}::test_writing_keeps_replaces_and_drops"
