@@ -120,11 +120,13 @@ def _private_temp_dir() -> Iterator[None]:
 def _leaves_nothing_behind(_private_temp_dir: None) -> Iterator[None]:
     """Seed before a test, and fail one that leaves something behind."""
     seed_alike()
+    directory = Path.cwd()
     threads = set(threading.enumerate())
     children = _children()
     variables = dict(os.environ)
     files = set(os.listdir(tempfile.gettempdir()))
     yield
+    os.chdir(directory)
     left: dict[str, Sequence[object]] = {
         "threads": lasting_threads(threads) if set(threading.enumerate()) - threads else [],
         "child processes": _lasting_children(children),
