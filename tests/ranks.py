@@ -286,6 +286,7 @@ def _join_group(rank: int, num_ranks: int, port: int, device: str, store_fd: int
 
 
 def _answer(module_name: str, path: str, name: str, pickled_args: bytes) -> Any:
+    import torch
     import torch.distributed as dist
 
     function: Any = _load(module_name, path)
@@ -294,12 +295,15 @@ def _answer(module_name: str, path: str, name: str, pickled_args: bytes) -> Any:
     args = pickle.loads(pickled_args)
     threads, variables, directory = set(threading.enumerate()), dict(os.environ), Path.cwd()
     seed_alike()
+    hooks = set(torch.nn.modules.module._global_forward_pre_hooks)
     value = function(*args)
     if dist.is_initialized():
         _end_groups()
-    # A destroyed group keeps a thread that wakes up a hundred times a second for as long as anything refers to it. A
-    # sharded module that was not torn down keeps a hook on the calls of all modules.
+    # A destroyed group keeps a thread that wakes up a hundred times a second for as long as anything refers to it.
     gc.collect()
+    # That of a sharded module which still lives, and whose hook would end what the next function compiles at each call.
+    for hook in set(torch.nn.modules.module._global_forward_pre_hooks) - hooks:
+        del torch.nn.modules.module._global_forward_pre_hooks[hook]
     # What is left now stays. Searched again in each collection, it would take a fifth of the time of all tests.
     gc.freeze()
     left = lasting_threads(threads)

@@ -44,7 +44,7 @@ class OutsideCalls:
         self._above = dict(_states_above(root, ()))
         self._outermost: nn.Module | None = None
         self._handles: list[Any] = []
-        # Not ``__del__``: in a reference cycle, a handle has lost torch's table of hooks by then, and the hook stays.
+        # Not ``__del__``: in a reference cycle, a handle has then lost torch's table of hooks, and the hook stays.
         finalize(self, _remove, self._handles).atexit = False
         self.watch()
 
