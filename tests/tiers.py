@@ -24,7 +24,6 @@ SAMPLE_SECONDS = 240.0
 # A function in the wrong tier fails the run. What a test imports first is part of its time, and machines differ.
 WRONG_SECONDS = 30.0
 DURATIONS = Path(__file__).parent / "durations.json"
-_SLOWEST = 30
 
 
 def function_of(nodeid: str) -> str:
@@ -112,11 +111,11 @@ class Tiers:
                     cases[function].append(item.nodeid)
             chosen = sample(cases, self._slow, commit_of(self._config.rootpath), SAMPLE_SECONDS)
             rest = {item for item in items if item.nodeid not in chosen and (self._is_slow(item) or _needs_nvme(item))}
-            left = [item for item in items if (item in rest) == (self._tier == "quick")]
+            is_left = rest if self._tier == "quick" else set(items) - rest
+            left = [item for item in items if item in is_left]
             self._config.hook.pytest_deselected(items=left)
             if self._tier == "quick":
                 self._note_left_out(left)
-            is_left = set(left)
             items[:] = [item for item in items if item not in is_left]
         seconds: dict[Path, float] = defaultdict(float)
         late: dict[Path, bool] = defaultdict(bool)
