@@ -198,6 +198,9 @@ def test_ranks_are_forked_without_libraries_that_initialize_an_accelerator(
         HEAD + "launch(restarts=1, libraries=['special'])\nimport gc\n"
         "from phalanx.framework.system.environment import attempt\n"
         "print('forked', gc.get_freeze_count() > 0, 'special' in sys.modules, attempt(), flush=True)\n"
+        # A rank that ends takes the other with it, so both print first.
+        "open(os.environ['RANK'], 'w').close()\n"
+        "while not (os.path.exists('0') and os.path.exists('1')): time.sleep(0.01)\n"
         "if not attempt(): os._exit(1)\n"
     )
     done = run_command([sys.executable, str(script)], tmp_path)
