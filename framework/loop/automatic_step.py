@@ -77,7 +77,7 @@ class AutomaticStep(TrainingStep):
         self.before_zero_grad = run.hooks("on_before_zero_grad")
         self.zero_grad = update.zero_grad
         self.apply = update.apply
-        self.step_schedulers = any(config.interval == "step" for config in run.schedulers)
+        self.step_schedulers = any(each.interval == "step" and not each.needs_metric for each in run.schedulers)
         # With several ranks the hooks of the first batch run before the control reduction starts, so that a signal
         # that they raise is part of it and takes effect in this step instead of the next. Without hooks the reduction
         # starts first, so that it overlaps with the transfer of the batch.

@@ -70,13 +70,16 @@ class ManualStep(TrainingStep):
             optimizer.mark_reduced(reduced)
 
     def _any_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.stepped:
+            return
         own = {id(parameter) for each in self.run.optimizers for parameter in parameters_of(each)[:1]}
-        if not self.stepped and not own.isdisjoint(map(id, parameters_of(optimizer))):
+        if optimizer in self.run.optimizers or not own.isdisjoint(map(id, parameters_of(optimizer))):
             self._note()
 
     def _note(self) -> None:
         """Note an update, and count it if it is outside of ``training_step``, such as in a hook."""
         self.stepped = True
+        self.run.keep_rates()
         if not self.in_step and not self.is_counted:
             self._count()
 
