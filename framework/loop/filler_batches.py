@@ -24,8 +24,9 @@ from ..core.errors import LoopError
 from ..data.accumulation_window import Windows
 from ..diagnostics.isolated_step import fresh, isolated
 from ..distributed.control import Agreement
+from ..distributed.user_collectives import without_values
 from ..distributed.world import World
-from ..parallel.strategy import StepFunction, Strategy
+from ..parallel.strategy import StepFunction
 from ..parallel.sync_batch_norm import is_collective, without_rows
 from ..parallel.zero_backward import Calls, CallWatch, zero_gradients
 from ..run.run import Run
@@ -41,9 +42,9 @@ Numbered = tuple[int, Any]
 
 
 @contextmanager
-def as_filler(strategy: Strategy) -> Generator[None, None, None]:
+def as_filler(run: Run) -> Generator[None, None, None]:
     """Run a pass that takes part in the collectives of the others, and whose values do not count in them."""
-    with strategy.filling(), without_rows():
+    with run.strategy.filling(), without_rows(), without_values(run.world):
         yield
 
 
@@ -62,7 +63,7 @@ class LockstepFiller:
         self, run: Run, transfer: Callable[[Any], Any] | None, windows: Windows | None, forward_has_collectives: bool
     ) -> None:
         self._run = run
-        self._filling = partial(as_filler, run.strategy)
+        self._filling = partial(as_filler, run)
         self._transfer = transfer
         self._windows = windows
         self._watch = CallWatch(run.module) if forward_has_collectives else None

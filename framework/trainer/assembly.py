@@ -17,6 +17,7 @@ from ..distributed.seed import seed_rank
 from ..loop import statistics_pass
 from ..metrics.logger_fanout import LoggerFanout
 from ..metrics.no_log import OUTSIDE_LOOPS
+from ..metrics.torchmetrics_state import gather_by
 from ..parallel.compilation import is_compiled_by_user
 from ..parallel.generation import route_generation
 from ..parallel.strategy import Routed
@@ -229,6 +230,7 @@ def _distribute(run: Run, pretrained: LoadPlan | None, training: bool, routed: R
     run.use_optimizers(run.strategy.setup(run.module, run.optimizers, training, routed), run.schedulers)
     load_pretrained(run, pretrained)
     run.at_end.callback(route_generation(run.module, run.strategy, run.fabric.forward_context()))
+    run.at_end.callback(gather_by(run.module, run.world))
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:
