@@ -5,11 +5,8 @@ average gradients over ranks. The accumulated sum is then the gradient of the we
 windows of any length, for uneven weights and for ranks without data. In a Trainer no other code divides by the weight
 of a window (in a Fabric, ``GradientWindow`` does): see ``docs/internals.md``.
 
-A step is a window of micro-batches; ``docs/internals.md`` lists its phases. Ranks agree on signals before the update.
-
-A rank with fewer micro-batches than the others, or with a batch without a loss, still runs all collectives. If passes
-through the model contain collectives, its window is filled up with filler batches, micro-batches of weight 0 (see
-``filler_batches``). Otherwise it joins the reduction of gradients once, by ``Strategy.zero_backward``.
+A rank with fewer micro-batches than the others, or with a batch without a loss, still runs all collectives: filler
+batches of weight 0 if passes contain collectives, else ``Strategy.zero_backward`` for the reduction of gradients.
 """
 
 from __future__ import annotations
@@ -97,7 +94,9 @@ class AutomaticStep(TrainingStep):
         batches, weights = with_weights(batches, self.batch_weight, samples)
         coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), self.filler)
         fetched, weight = next(coming)
-        batch = self._start(fetched, index) if self.starts_early else FILLER
+        # After a request to stop, which may leave this window out, its hooks come later.
+        starts_early = self.starts_early and not self.triggers.raised
+        batch = self._start(fetched, index) if starts_early else FILLER
         passes = self.totals.open(fetched, weights, size)
         if passes == 0:
             return False
@@ -113,7 +112,7 @@ class AutomaticStep(TrainingStep):
             self.phase[0] = position
             # Reduced only in the last backward pass: a reduction per micro-batch costs more for the same sum.
             self.strategy.sync_gradients(position == final)
-            if position > 0 or not self.starts_early:
+            if position > 0 or not starts_early:
                 batch = self._start(fetched, index + position * stride)
             output, loss = self._forward(batch, index + position * stride)
             if position == 0:

@@ -63,6 +63,7 @@ class FitLoop:
         self._cut_at: dict[str, Any] | None = None
         """The state of this rank before the end of an epoch that a stop has cut short."""
         run.triggers.sum_up(run.meter)
+        run.allow_stops(self._may_stop_before_step)
         self.ended: EndedFit | None = None
         """The state of the end of the fit, once that is reached."""
 
@@ -188,6 +189,9 @@ class FitLoop:
             begin_step()
             if window is None or not step(*window):
                 run.meter.drop_units()
+                if run.is_stopped:
+                    leave_if_preempted(run)
+                    break
                 if not step.epoch_skipped:
                     self._check_not_empty()
                 return True
@@ -279,6 +283,10 @@ class FitLoop:
         if self.run.preempted_by is not None:
             return not self.run.in_window
         return progress.epochs_done >= (plan.min_epochs or 0) and progress.global_step >= (plan.min_steps or 0)
+
+    def _may_stop_before_step(self) -> bool:
+        # A checkpoint cannot hold the state of a loader that has been read further than the last step.
+        return self._may_stop() and not (self.run.preempted_by is not None and self.windows.source.keeps_state)
 
     def _finished(self) -> bool:
         plan, progress = self.plan, self.run.progress

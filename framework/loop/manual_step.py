@@ -129,6 +129,10 @@ class ManualStep(TrainingStep):
             agreement = self.triggers.read()
             if self.triggers.fired:
                 self.run.triggers.handle()
+            if agreement.all_raised and self.run.stops_before_step():
+                for _ in batches:
+                    self.log.drop_batch()
+                return False
             # Optimizers call collectives in the user's step, which all ranks must run: batches that only some ranks
             # have are dropped.
             if agreement.ranks_with_data < self.run.world.size:

@@ -83,6 +83,9 @@ class Run(LearningRates):
         self.metrics = RunMetrics(self.train_log, loggers)
         self.sanity_checking = self.evaluating = self.stop_requested = False
         self.stop_reason: str | None = None
+        self.is_stopped = False
+        """Whether the fit has stopped before a step for which it had taken a batch."""
+        self._may_stop: Callable[[], bool] = lambda: False
         self.preempted_by: tuple[int, str] | None = None
         """The rank that received a preemption signal, and the signal's name."""
         self.resumed: tuple[Path, int] | None = None
@@ -240,6 +243,15 @@ class Run(LearningRates):
     def _stop(self, sent: Sent) -> None:
         self.stop_requested = True
         self.stop_reason = next((reason for reason in sent.values() if reason), self.stop_reason)
+
+    def allow_stops(self, may_stop: Callable[[], bool]) -> None:
+        """Stop before a step if a stop is requested and this function returns True; the same on all ranks."""
+        self._may_stop = may_stop
+
+    def stops_before_step(self) -> bool:
+        """Return whether the fit stops before the step for which a batch was taken, and record it."""
+        self.is_stopped = self.stop_requested and self._may_stop()
+        return self.is_stopped
 
     # ---- updates --------------------------------------------------------------------------------------------------
 
