@@ -178,8 +178,8 @@ class ManualStep(TrainingStep):
             )
         if not self.was_told:
             self.was_told = True
-            last = "batch" if count == 1 else f"{count:,} batches"
+            last = "batch of each epoch is" if count == 1 else f"{count:,} batches of each epoch are"
             self.run.note(
-                f"The last {last} of each epoch {'is' if count == 1 else 'are'} dropped: {rule}. Give a number of batches "
-                f"that is divisible by the {size} ranks, or use automatic optimization."
+                f"The last {last} dropped: {rule}. Give a number of batches that is divisible by the {size} ranks, "
+                "or use automatic optimization."
             )

@@ -136,7 +136,7 @@ def dropping(rows: int) -> str:
 
 
 def test_batches_that_not_every_rank_has() -> None:
-    says(run_on_ranks(2, dropping, 5), "1 batch")
+    says([each for each in run_on_ranks(2, dropping, 5) if each], "last batch")
 
 
 def refusing() -> None:
