@@ -82,8 +82,7 @@ class JointStep(AutomaticStep):
             return False
         first, shares = self._start(fetched, index) if late else first, [self.strategy.part.share]
         self.run.begin_window()
-        self.has_loss, self.outputs = False, {}
-        started = [first] if count else []
+        self.has_loss, self.outputs, started = False, {}, [first] if count else []
         for position in range(1, count):
             started.append(self._start(next(coming)[0], index + position * stride))
             shares.append(self.strategy.part.share)

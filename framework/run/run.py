@@ -70,7 +70,6 @@ class Run(LearningRates):
         self.accumulation = AccumulationSchedule(1)
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
-        self.used_rates: list[float] = []
         self.schedulers: list[SchedulerConfig] = []
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
@@ -103,6 +102,7 @@ class Run(LearningRates):
         self.strategy, self.traits = fabric.strategy, fabric.strategy.traits
         self.precision, self.scaler, self.updater = fabric.precision, fabric.scaler, fabric.updater
         self.device_type = self.world.device.type
+        self.used_rates: list[float] = []
         self.meter = Meter(self.world, unit_of(self.module))
 
     # ---- state of the loops ---------------------------------------------------------------------------------------
