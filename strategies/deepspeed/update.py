@@ -7,7 +7,7 @@ and cached, so that the step does not compute it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -131,6 +131,25 @@ class EngineUpdate:
         """Scale gradients so that their norm is at most ``max_norm``: at once in stage 1 in bf16, else in the next
         step."""
         self._stage.clip(max_norm)
+
+    def scale_some(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
+        """Multiply the gradients of some parameters by a factor, at once. Collective."""
+        from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+
+        norms = getattr(self.zero, "norm_for_param_grads", {})
+        for parameter in parameters:
+            if (whole := getattr(parameter, "_hp_grad", None)) is not None:
+                # Stage 1 in bf16, where every rank has the full gradient.
+                whole.mul_(factor)
+            elif hasattr(parameter, "ds_id"):
+                safe_set_local_grad(parameter, safe_get_local_grad(parameter) * factor)
+            else:
+                safe_set_full_grad(parameter, safe_get_full_grad(parameter) * factor)
+                number = self.zero.get_param_id(parameter)
+                if number in norms:
+                    # The engine does not compute the norms of offloaded gradients again.
+                    norms[number] = norms[number] * factor.to(norms[number])
+        self._forget_norm()
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """Divide the loss scale out of a gradient."""
