@@ -25,7 +25,7 @@ from phalanx.framework.launch.exit_hooks import _kill_workers
 from phalanx.framework.launch.fork_launcher import launch_function
 from phalanx.framework.launch.launch_context import _remove_stale
 from phalanx.framework.launch.script_launcher import launch_script
-from phalanx.framework.system.entry_script import _interpreter_flags, can_rerun_script
+from phalanx.framework.system.entry_script import _parsed, can_rerun_script
 from phalanx.framework.system.file_lock import lock
 from phalanx.framework.system.launcher_env import ERROR_DIR
 
@@ -329,7 +329,7 @@ def test_a_test_runner_is_not_run_again() -> None:
     ],
 )
 def test_the_options_of_the_interpreter_are_found(arguments: list[str], flags: list[str]) -> None:
-    assert _interpreter_flags(["python", *arguments]) == flags
+    assert _parsed(["python", *arguments])[0] == flags
 
 
 def gather(word: str) -> list[tuple[int, str, int, str]]:
