@@ -30,11 +30,11 @@ def is_odd(rows: Tensor) -> bool:
 # ---- parameters outside of their modules -----------------------------------------------------------------------------
 
 
-def squares(module: Any, rows: Tensor) -> Tensor:
+def squares(module: Any, rows: Tensor) -> Any:
     return module.loss(rows) + 0.01 * sum(p.square().sum() for p in module.parameters())
 
 
-def absolute_values(module: Any, rows: Tensor) -> Tensor:
+def absolute_values(module: Any, rows: Tensor) -> Any:
     return module.loss(rows) + 0.01 * sum(p.abs().sum() for name, p in module.named_parameters() if "widen" in name)
 
 
@@ -42,30 +42,29 @@ def keep_parameters(module: Any) -> None:
     module.values["kept"] = list(module.parameters())
 
 
-def squares_of_kept(module: Any, rows: Tensor) -> Tensor:
+def squares_of_kept(module: Any, rows: Tensor) -> Any:
     return module.loss(rows) + 0.01 * sum(p.square().sum() for p in module.values["kept"])
 
 
-def norm_of_all(module: Any, rows: Tensor) -> Tensor:
+def norm_of_all(module: Any, rows: Tensor) -> Any:
     return module.loss(rows) + 0.01 * torch.cat([p.flatten() for p in module.parameters()]).norm()
 
 
-def orthogonality(module: Any, rows: Tensor) -> Tensor:
+def orthogonality(module: Any, rows: Tensor) -> Any:
     weight = module.blocks[1].project.weight
     return module.loss(rows) + 0.01 * (weight @ weight.T - torch.eye(32)).square().sum()
 
 
-def linear_of_another(module: Any, rows: Tensor) -> Tensor:
-    hidden = module.hidden(module.embed(rows))
-    return module.loss(rows) + 0.1 * nn.functional.linear(hidden, module.blocks[0].query.weight).square().mean()
+def linear_of_another(module: Any, rows: Tensor) -> Any:
+    loss = module.loss(rows)
+    return loss + 0.1 * nn.functional.linear(module.last, module.blocks[0].query.weight).square().mean()
 
 
-def product_with_embedding(module: Any, rows: Tensor) -> Tensor:
-    hidden = module.hidden(module.embed(rows))
-    return module.loss(rows) + 0.01 * (hidden @ module.embed.weight.T).logsumexp(-1).mean()
+def product_with_embedding(module: Any, rows: Tensor) -> Any:
+    return module.loss(rows) + 0.01 * (module.last @ module.embed.weight.T).logsumexp(-1).mean()
 
 
-def distance_of_layers(module: Any, rows: Tensor) -> Tensor:
+def distance_of_layers(module: Any, rows: Tensor) -> Any:
     first, second = module.blocks[0].widen.weight, module.blocks[2].widen.weight
     return module.loss(rows) + 0.01 * (first - second).square().sum()
 
@@ -82,42 +81,43 @@ def own_parameter(module: Any) -> None:
     module.tokens_seen = nn.Parameter(torch.linspace(-0.1, 0.1, 32))
 
 
-def with_own_parameter(module: Any, rows: Tensor) -> Tensor:
-    return module.loss(rows) + 0.1 * (module.hidden(module.embed(rows)) * module.tokens_seen).mean()
+def with_own_parameter(module: Any, rows: Tensor) -> Any:
+    return module.loss(rows) + 0.1 * (module.last * module.tokens_seen).mean()
 
 
-def functional(module: Any, rows: Tensor) -> Tensor:
+def functional(module: Any, rows: Tensor) -> Any:
     block, x = module.blocks[1], module.embed(rows)
     shrunk = {name: 0.5 * parameter for name, parameter in block.named_parameters()}
     return module.loss(rows) + 0.1 * functional_call(block, shrunk, (x,)).square().mean()
 
 
+def without_forward(module: Any, rows: Tensor) -> Any:
+    logits = module.from_embeddings(module.embed(rows))[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
 # ---- layers left out -------------------------------------------------------------------------------------------------
 
 
-def skip_on_all(module: Any, rows: Tensor) -> Tensor:
+def skip_on_all(module: Any, rows: Tensor) -> Any:
     module.values["count"] = module.values.get("count", 0) + 1
     module.skipped = {module.values["count"] % 3}
-    loss: Tensor = module.loss(rows)
-    return loss
+    return module.loss(rows)
 
 
-def skip_always(module: Any, rows: Tensor) -> Tensor:
+def skip_always(module: Any, rows: Tensor) -> Any:
     module.skipped = {1}
-    loss: Tensor = module.loss(rows)
-    return loss
+    return module.loss(rows)
 
 
-def skip_on_some(module: Any, rows: Tensor) -> Tensor:
+def skip_on_some(module: Any, rows: Tensor) -> Any:
     module.skipped = {1} if is_odd(rows) else set()
-    loss: Tensor = module.loss(rows)
-    return loss
+    return module.loss(rows)
 
 
-def skip_another(module: Any, rows: Tensor) -> Tensor:
+def skip_another(module: Any, rows: Tensor) -> Any:
     module.skipped = {1} if is_odd(rows) else {2}
-    loss: Tensor = module.loss(rows)
-    return loss
+    return module.loss(rows)
 
 
 def equal_towers(module: Any) -> None:
@@ -128,28 +128,27 @@ def unequal_towers(module: Any) -> None:
     module.towers = nn.ModuleList([nn.Linear(32, EXTRA), nn.Linear(32, 3 * EXTRA)])
 
 
-def one_tower(module: Any, rows: Tensor) -> Tensor:
+def one_tower(module: Any, rows: Tensor) -> Any:
     tower = module.towers[int(is_odd(rows))]
-    return module.loss(rows) + 0.1 * tower(module.hidden(module.embed(rows))).square().mean()
+    return module.loss(rows) + 0.1 * tower(module.last).square().mean()
 
 
-def tower_in_turn(module: Any, rows: Tensor) -> Tensor:
+def tower_in_turn(module: Any, rows: Tensor) -> Any:
     module.values["count"] = module.values.get("count", 0) + 1
     tower = module.towers[module.values["count"] % 2]
-    return module.loss(rows) + 0.1 * tower(module.hidden(module.embed(rows))).square().mean()
+    return module.loss(rows) + 0.1 * tower(module.last).square().mean()
 
 
-def tower_on_some(module: Any, rows: Tensor) -> Tensor:
-    loss: Tensor = module.loss(rows)
-    return loss + 0.1 * module.towers[0](module.hidden(module.embed(rows))).square().mean() if is_odd(rows) else loss
+def tower_on_some(module: Any, rows: Tensor) -> Any:
+    loss = module.loss(rows)
+    return loss + 0.1 * module.towers[0](module.last).square().mean() if is_odd(rows) else loss
 
 
-def unused(module: Any, rows: Tensor) -> Tensor:
-    loss: Tensor = module.loss(rows)
-    return loss
+def unused(module: Any, rows: Tensor) -> Any:
+    return module.loss(rows)
 
 
-def detached(module: Any, rows: Tensor) -> Tensor:
+def detached(module: Any, rows: Tensor) -> Any:
     x = module.embed(rows).detach()
     logits = module.from_embeddings(x)[:, :-1]
     return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
@@ -158,73 +157,69 @@ def detached(module: Any, rows: Tensor) -> Tensor:
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
-def penalty_on_inputs(module: Any, rows: Tensor) -> Tensor:
+def penalty_on_inputs(module: Any, rows: Tensor) -> Any:
     x = module.embed(rows).detach().requires_grad_()
     # Others have no second derivative.
     with sdpa_kernel(SDPBackend.MATH):
         (slope,) = torch.autograd.grad(module.from_embeddings(x).logsumexp(-1).sum(), x, create_graph=True)
-    return module.loss(rows) + 0.01 * slope.square().sum()
+    return module.loss(rows) + 0.1 * slope.square().sum((1, 2)).mean()
 
 
-def penalty_on_weights(module: Any, rows: Tensor) -> Tensor:
+def penalty_on_weights(module: Any, rows: Tensor) -> Any:
     with sdpa_kernel(SDPBackend.MATH):
         loss = module.loss(rows)
     (slope,) = torch.autograd.grad(loss, module.blocks[1].widen.weight, create_graph=True)
     return loss + slope.square().sum()
 
 
-def read_slope(module: Any, rows: Tensor) -> Tensor:
+def read_slope(module: Any, rows: Tensor) -> Any:
     x = module.embed(rows).detach().requires_grad_()
     (slope,) = torch.autograd.grad(module.hidden(x).sum(), x)
-    return module.loss(rows) + 0.1 * (module.hidden(module.embed(rows)) * slope).mean()
+    return module.loss(rows) + 0.1 * (module.last * slope).mean()
 
 
-def two_forwards(module: Any, rows: Tensor) -> Tensor:
+def two_forwards(module: Any, rows: Tensor) -> Any:
     first, second = (module.hidden(module.embed(each)).mean(1) for each in (rows[:, :6], rows[:, 6:]))
     return module.loss(rows) + 0.1 * (first - second).square().mean()
 
 
-def forward_without_gradient(module: Any, rows: Tensor) -> Tensor:
+def forward_without_gradient(module: Any, rows: Tensor) -> Any:
     with torch.no_grad():
         target = module(rows.flip(1))
     return module.loss(rows) + 0.1 * (module(rows) - target).square().mean()
 
 
-def recompute(module: Any, rows: Tensor) -> Tensor:
+def recompute(module: Any, rows: Tensor) -> Any:
     module.run_block = lambda block, x: checkpoint(block, x, use_reentrant=False)
-    loss: Tensor = module.loss(rows)
-    return loss
+    return module.loss(rows)
 
 
-def recompute_reentrant(module: Any, rows: Tensor) -> Tensor:
+def recompute_reentrant(module: Any, rows: Tensor) -> Any:
     module.run_block = lambda block, x: checkpoint(block, x, use_reentrant=True)
-    loss: Tensor = module.loss(rows)
-    return loss
+    return module.loss(rows)
 
 
-def block_twice(module: Any, rows: Tensor) -> Tensor:
+def block_twice(module: Any, rows: Tensor) -> Any:
     module.run_block = lambda block, x: block(block(x))
-    loss: Tensor = module.loss(rows)
-    return loss
+    return module.loss(rows)
 
 
-def block_twice_reentrant(module: Any, rows: Tensor) -> Tensor:
+def block_twice_reentrant(module: Any, rows: Tensor) -> Any:
     module.run_block = lambda block, x: checkpoint(lambda y: block(block(y)), x, use_reentrant=True)
-    loss: Tensor = module.loss(rows)
-    return loss
+    return module.loss(rows)
 
 
-def self_distillation(module: Any, rows: Tensor) -> Tensor:
+def self_distillation(module: Any, rows: Tensor) -> Any:
     earlier = copy.deepcopy(module.blocks[0].state_dict())
     with torch.no_grad():
         target = functional_call(module.blocks[0], earlier, (module.embed(rows),))
-    return module.loss(rows) + 0.1 * (module.hidden(module.embed(rows)) - target).square().mean()
+    return module.loss(rows) + 0.1 * (module.last - target).square().mean()
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def gathered_features(module: Any, rows: Tensor) -> Tensor:
+def gathered_features(module: Any, rows: Tensor) -> Any:
     found = module.over_ranks("gather", lambda part: module.hidden(module.embed(part)).mean((0, 1)))
     features = torch.stack(list(found)).view(-1, 32)
     return module.loss(rows) + 0.1 * features.mean(0).square().sum()
@@ -267,6 +262,7 @@ ACTIONS = [
     stepping("a weight of two blocks", OUTSIDE, None, build=tie_layers),
     stepping("a block at two places", OUTSIDE, None, build=tie_blocks),
     stepping("a parameter of the module itself", OUTSIDE, with_own_parameter, build=own_parameter),
+    stepping("layers called without `forward`", OUTSIDE, without_forward),
     stepping("`functional_call` with other weights", OUTSIDE, functional),
     skipping("another layer in each step", skip_on_all),
     skipping("a layer in every step", skip_always),
@@ -279,7 +275,8 @@ ACTIONS = [
     skipping("parameters that are never used", unused, build=equal_towers),
     skipping("layers before a `detach()`", detached),
     derived("`autograd.grad` of inputs with `create_graph`", penalty_on_inputs),
-    derived("`autograd.grad` of a weight with `create_graph`", penalty_on_weights),
+    # The square of a gradient is not linear in the batch: each rank has that of its own part.
+    derived("`autograd.grad` of a weight with `create_graph`", penalty_on_weights, by_part=True),
     derived("`autograd.grad` of inputs", read_slope),
     derived("two forward passes, one backward", two_forwards),
     derived("a forward pass without gradients before", forward_without_gradient),

@@ -14,6 +14,7 @@ WITH_GRADIENTS = (
     *("callback.on_after_backward", "callback.on_before_optimizer_step"),
 )
 TWO = ("on_before_optimizer_step", "manual")
+THREE = ("on_after_backward", *TWO)
 EARLY = ("__init__", "configure_model", "setup", "on_fit_start")
 
 
@@ -150,8 +151,8 @@ def keep_output(module: Any) -> None:
     module.blocks[1].register_forward_hook(keep)
 
 
-def loss_of_kept(module: Any, rows: Tensor) -> Tensor:
-    loss: Tensor = module.loss(rows)
+def loss_of_kept(module: Any, rows: Tensor) -> Any:
+    loss = module.loss(rows)
     return loss + 0.1 * module.values["kept"].square().mean()
 
 
@@ -182,9 +183,9 @@ def step_in_turn(module: Any, rows: Tensor) -> None:
 def step_with_closure(module: Any, rows: Tensor) -> None:
     optimizer = module.optimizers()
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         optimizer.zero_grad()
-        loss: Tensor = module.loss(rows)
+        loss = module.loss(rows)
         module.manual_backward(loss)
         return loss
 
@@ -266,12 +267,12 @@ ACTIONS = [
     edits("`get_total_norm` of all", total_norm, TWO),
     edits("cosine of two gradients", cosine, TWO),
     edits("`p.grad.zero_()` of a block", zero_block),
-    edits("`p.grad.mul_()` of a block", scale_block),
+    edits("`p.grad.mul_()` of a block", scale_block, THREE),
     edits("`_foreach_mul_` of all gradients", scale_all, TWO),
     edits("rows of `p.grad` set to zero", freeze_rows, TWO),
-    edits("`p.grad = None` of a block", drop_block),
+    edits("`p.grad = None` of a block", drop_block, THREE),
     edits("noise on gradients", add_noise, TWO),
-    edits("`p.grad = f(p.grad)`", take_signs),
+    edits("`p.grad = f(p.grad)`", take_signs, THREE),
     edits("`p.grad = tensor`", assign, TWO),
     edits("gradient surgery", project, TWO),
     edits("decay added to gradients", add_decay, TWO),
@@ -281,10 +282,10 @@ ACTIONS = [
     hooked("`p.register_hook`: rows masked", mask_by_hook),
     hooked("`p.register_hook`: scaled", scale_by_hook, ("__init__", "on_fit_start")),
     hooked("`register_post_accumulate_grad_hook`", halve_when_accumulated),
-    hooked("forward hook changes the output", change_output),
+    hooked("forward hook changes the output", change_output, EARLY[::3]),
     hooked("forward pre-hook changes the input", change_input, ("__init__", "on_fit_start")),
-    hooked("forward hook keeps the output", keep_output, loss=loss_of_kept),
-    hooked("full backward hook", change_gradient_of_input),
+    hooked("forward hook keeps the output", keep_output, EARLY[::3], loss=loss_of_kept),
+    hooked("full backward hook", change_gradient_of_input, EARLY[::3]),
     hooked("weight changed in a pre-hook", scale_in_hook, ("__init__", "on_fit_start")),
     hooked("state-dict hook", rename_in_state, ("__init__", "on_fit_start")),
     Action("optimizer of some parameters", OPTIMIZERS, ("training_step",), optimizer=blocks_alone),

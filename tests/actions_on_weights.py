@@ -16,13 +16,13 @@ SET_UP = ("configure_model", "setup", "on_fit_start")
 STEP = ("training_step", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
 LATE = ("on_train_epoch_end", "after fit", "callback.on_train_batch_end", "callback.on_validation_epoch_end")
 EVERYWHERE = (*SET_UP, "on_train_epoch_start", *STEP, *LATE, "validation_step", "fabric.step")
-SOME = ("on_fit_start", "training_step", "on_before_optimizer_step", "callback.on_train_batch_end")
+SOME = ("training_step", "callback.on_train_batch_end", "on_fit_start")
 WHEN_WRITTEN = (
     *(*SET_UP, "on_train_start", "on_train_epoch_start", "on_train_batch_start", *STEP),
     *("manual", "on_train_epoch_end", "on_validation_epoch_start", "callback.on_train_batch_start"),
     *("callback.on_before_optimizer_step", "callback.on_train_batch_end", "fabric.backward", "fabric.step"),
 )
-BETWEEN = ("on_fit_start", "training_step", "on_train_batch_end", "callback.on_train_batch_end", "on_train_epoch_end")
+BETWEEN = ("on_train_batch_end", "on_fit_start", "training_step", "callback.on_train_epoch_end")
 
 
 def some_of(module: Any) -> tuple[Tensor, ...]:
@@ -154,13 +154,13 @@ def assign_teacher(module: Any) -> None:
         old.data = 0.5 * old.data + 0.5 * new.data
 
 
-def loss_to_teacher(module: Any, rows: Tensor) -> Tensor:
-    x = module.embed(rows)
+def loss_to_teacher(module: Any, rows: Tensor) -> Any:
+    loss = module.loss(rows)
+    target = module.embed(rows).detach()
     with torch.no_grad():
-        target = x
         for block in module.teacher:
             target = block(target)
-    return module.loss(rows) + 0.1 * (module.hidden(x) - target).square().mean()
+    return loss + 0.1 * (module.last - target).square().mean()
 
 
 def swap(module: Any, trainer: Any, moment: str) -> None:
@@ -183,8 +183,8 @@ def add_counts(module: Any) -> None:
     module.register_buffer("running", torch.zeros(32))
 
 
-def loss_with_counts(module: Any, rows: Tensor) -> Tensor:
-    return module.loss(rows) + 0.1 * (module.hidden(module.embed(rows)) * module.running).mean()
+def loss_with_counts(module: Any, rows: Tensor) -> Any:
+    return module.loss(rows) + 0.1 * (module.last * module.running).mean()
 
 
 def add_max_norm(module: Any) -> None:
@@ -205,7 +205,7 @@ def add_spectral_norm(module: Any) -> None:
 
 ACTIONS = [
     reads("`float(w.detach().norm())`", lambda m: [float(w.detach().norm()) for w in some_of(m)], EVERYWHERE),
-    reads("`w.abs().mean().item()`", lambda m: [w.abs().mean().item() for w in some_of(m)], EVERYWHERE),
+    reads("`w.abs().mean().item()`", lambda m: [w.abs().mean().item() for w in some_of(m)]),
     reads("`w.data.sum()`", lambda m: [float(w.data.sum()) for w in some_of(m)]),
     reads("one element of a weight", lambda m: [w.flatten()[5].item() for w in some_of(m)]),
     reads("`numel`, `shape`, `size()`", lambda m: [sum(p.numel() for p in m.parameters()), *some_of(m)[1].shape]),
@@ -215,7 +215,7 @@ ACTIONS = [
     reads("largest elements (`topk`)", lambda m: m.embed.weight.detach().flatten().topk(3).values.sum()),
     reads("spectral norm", lambda m: torch.linalg.matrix_norm(m.blocks[1].widen.weight.detach(), 2)),
     reads("product of two weights", lambda m: (m.blocks[0].query.weight @ m.blocks[0].key.weight.T).trace()),
-    reads("distance from the start", distance_from_start, ("on_fit_start+on_train_batch_end", *SOME[1:])),
+    reads("distance from the start", distance_from_start, ("on_fit_start+on_train_batch_end", *SOME[:2])),
     reads("`deepcopy` of a block", copied_block),
     Action("`self.log(w.norm())`", READS, ("training_step", "on_train_batch_end", "on_after_backward"), log_norm),
     writes("`clamp_` of all", clamp, WHEN_WRITTEN),
@@ -223,9 +223,9 @@ ACTIONS = [
     writes("`p.data = ...`", assign_data, WHEN_WRITTEN),
     writes("`copy_` between layers", copy_layer),
     writes("`load_state_dict` of a block", load_block, ("configure_model", *BETWEEN)),
-    writes("`load_state_dict` of all", load_all, ("configure_model", *BETWEEN)),
+    writes("`load_state_dict` of all", load_all),
     writes("`nn.init`", initialize, ("configure_model", *BETWEEN)),
-    writes("`nn.init` with a generator", initialize_at_random, ("configure_model", *BETWEEN)),
+    writes("`nn.init` with a generator", initialize_at_random),
     writes("noise", add_noise),
     writes("rows set to zero", zero_rows),
     writes("rows normalized", normalize_rows),

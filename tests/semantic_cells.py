@@ -41,7 +41,7 @@ _TOLERANCE_OF_VALUES = 1e-4
 _IMPERATIVES = re.compile(
     r"\b(use|set|call|pass|give|write|read|build|copy|choose|compute|convert|create|define|do|edit|freeze|gather|keep|leave"
     r"|load|log|make|move|put|register|remove|replace|return|run|set|start|step|take|train|turn|wrap|change|add|clip"
-    r"|initialize|assign)\b",
+    r"|initialize|assign|save|join)\b",
     re.IGNORECASE,
 )
 # Not refusals: a rank waits or has failed, or the numbers are not finite.

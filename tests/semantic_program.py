@@ -54,7 +54,7 @@ class Action:
     moments: tuple[str, ...]
     edit: Edit | None = None
     build: Callable[[Any], None] | None = None
-    loss: Callable[[Any, Tensor], Tensor] | None = None
+    loss: Callable[[Any, Tensor], Any] | None = None
     step: Callable[[Any, Tensor], None] | None = None
     optimizer: Callable[[Any], Any] | None = None
     by_part: bool = False
@@ -84,6 +84,7 @@ class Program(LanguageModel):
         self.run_block: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
         self.rows = torch.empty(0)
         self.values: dict[str, Any] = {}
+        self.last = torch.empty(0)
         with torch.random.fork_rng():
             torch.manual_seed(11)
             if self.action.build is not None:
@@ -107,20 +108,24 @@ class Program(LanguageModel):
         return logits
 
     def hidden(self, x: Tensor) -> Tensor:
-        """Return the last hidden states for the embeddings of tokens."""
+        """Return the last hidden states for the embeddings of tokens, and keep them in ``last``."""
         x = x + self.positions(self.order[: x.shape[1]])
         for index, block in enumerate(self.blocks):
             if index not in self.skipped:
                 x = self.run_block(block, x)
         normed: Tensor = self.norm(x)
+        if self.action.loss is not None:
+            # Not always: a module with results of a graph cannot be copied.
+            self.last = normed
         return normed
 
     def step_loss(self, rows: Tensor) -> Tensor:
         """Return the loss of rows, as the action computes it."""
-        self.rows = rows
-        return self.loss(rows) if self.action.loss is None else self.action.loss(self, rows)
+        loss: Tensor = (type(self).loss if self.action.loss is None else self.action.loss)(self, rows)
+        return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rows = batch[0]
         self.act("training_step", self.trainer)
         if self.automatic_optimization:
             return self.step_loss(batch[0])
@@ -161,7 +166,7 @@ class Plain(Program):
 
     trainer: Any = None
     optimizer_list: Sequence[torch.optim.Optimizer] = ()
-    current_epoch = global_step = 0  # type: ignore[assignment]
+    current_epoch = global_step = 0
 
     def __init__(self) -> None:
         self.logged: dict[str, list[float]] = defaultdict(list)
@@ -248,8 +253,8 @@ def fabric_loop(action: Action, moment: str, strategy: Any, ranks: int, parallel
     wrapped, optimizer = fabric.setup(module, optimizer)
     loader = fabric.setup_dataloaders(token_loader(ROWS, share))
     for _ in range(EPOCHS):
-        for rows in loader:
-            loss = wrapped.step_loss(rows[0])
+        for batch in loader:
+            loss = wrapped.step_loss(batch[0])
             optimizer.zero_grad()
             fabric.backward(loss)
             module.act("fabric.backward", SimpleNamespace(optimizers=[optimizer]))

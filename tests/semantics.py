@@ -28,14 +28,14 @@ RANKS: dict[str, tuple[int, ...]] = {
     "single": (1,),
     "ddp": (1, 2, 3),
     "fsdp": (1, 2, 3),
-    "hsdp": (2, 4),
+    "hsdp": (2,),
     "fsdp-offload": (2,),
     "zero1": (1, 2, 3),
     "zero2": (1, 2, 3),
     "zero3": (1, 2, 3),
     "zero2-offload": (2,),
     "zero3-offload": (2,),
-    "fsdp+tp": (2, 4),
+    "fsdp+tp": (2,),
     "pipeline": (2, 3),
 }
 """On how many ranks each strategy is tried."""
