@@ -230,9 +230,10 @@ def gathered_numbers(module: Any, trainer: Any, moment: str) -> float:
     return float(sum(each.sum() for each in found)) / len(found)
 
 
-def gathered_unequal(module: Any, trainer: Any, moment: str) -> float:
+def gathered_unequal(module: Any, trainer: Any, moment: str) -> Tensor:
     found = module.over_ranks("gather", lambda part: part[: 1 + int(part.sum()) % 3].float().flatten())
-    return float(sum(each.sum() for each in found)) / len(found)
+    # Without padding, in whatever form: the mean over all elements.
+    return torch.cat([each.flatten() for each in found]).mean()
 
 
 def reduced(module: Any, trainer: Any, moment: str) -> float:
