@@ -20,18 +20,24 @@ from pathlib import Path
 from typing import Any
 
 import actions_in_steps
+import actions_on_dtypes
 import actions_on_gradients
 import actions_on_modules
+import actions_on_optimizers
 import actions_on_weights
 import torch
 from parity_table import strategy_named
 from ranks import run_on_ranks
-from semantic_program import Action, Outcome, by_hand, run
+from semantic_plain import by_hand
+from semantic_program import Action, Outcome, run
 from torch import Tensor
 
 from phalanx.errors import NonFiniteError, PhalanxError, Preempted, RankError, StalledError
 
-SOURCES = (actions_on_weights, actions_on_gradients, actions_in_steps, actions_on_modules)
+SOURCES = (
+    *(actions_on_weights, actions_on_gradients, actions_on_optimizers),
+    *(actions_in_steps, actions_on_dtypes, actions_on_modules),
+)
 ACTIONS: dict[str, Action] = {action.name: action for source in SOURCES for action in source.ACTIONS}
 SECONDS = 8.0
 """How long a cell may take; one takes less than a second."""
@@ -158,6 +164,9 @@ def tried(cell: Cell, seconds: float = SECONDS) -> Verdict:
         try:
             found = run_on_ranks(cell.layout.ranks, on_rank, cell, folder, timeout=seconds)
         except AssertionError as error:
+            if not str(error).startswith(on_rank.__name__):
+                # The ranks did not start.
+                raise
             files = sorted(Path(folder).glob("rank?"))
             return stopped(cell, [pickle.loads(path.read_bytes()) for path in files], str(error))
     failures = [each for each in found if isinstance(each, Failed)]

@@ -91,6 +91,8 @@ def fill(chosen: Sequence[Cell], wrong: Path | None = None) -> Verdicts:
     for cell in chosen:
         if cell.layout != layout or count == _CELLS_OF_A_PROCESS:
             end_ranks()
+            if cell.layout != layout:
+                print(cell.layout, flush=True)
             layout, count = cell.layout, 0
         count += 1
         verdict = verdicts[cell] = tried(cell)
