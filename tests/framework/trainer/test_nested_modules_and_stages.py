@@ -170,7 +170,6 @@ def test_callbacks_begin_each_fit_anew(tmp_path: Path) -> None:
             max_epochs=5, accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False, verbose=False,
             callbacks=[saver, stopper, timer], enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        timer.load_state_dict({"time_elapsed": {"train": 3600.0}})
         trainer.fit(Validated(score=fold), loader(8), loader(4))
         assert trainer.current_epoch == 2
         assert stopper.best_score == fold
@@ -190,10 +189,13 @@ def test_copies_of_a_trainer(tmp_path: Path, copied: Callable[[Any], Any]) -> No
     trainer.fit(Validated(score=3.0), loader(8), loader(4))
     after = copied(trainer)
     assert (after.global_step, after.callback_metrics, after.log_dir) == (2, trainer.callback_metrics, trainer.log_dir)
+    assert isinstance(after.checkpoint_callback, ModelCheckpoint)
+    assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
     assert after.checkpoint_callback.best_model_path == trainer.checkpoint_callback.best_model_path
     assert after.validate(dataloaders=loader(4)) == [{"score": 3.0}]
     for other, version in ((before, 1), (after, 2)):
         other.fit(Validated(), loader(8), loader(4))
+        assert other.log_dir is not None
         assert other.log_dir.endswith(f"version_{version}")
         assert Path(other.log_dir, "metrics.csv").is_file()
-    assert trainer.log_dir.endswith("version_0")
+    assert trainer.log_dir is not None and trainer.log_dir.endswith("version_0")
