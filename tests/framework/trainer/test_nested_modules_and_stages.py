@@ -198,4 +198,5 @@ def test_copies_of_a_trainer(tmp_path: Path, copied: Callable[[Any], Any]) -> No
         assert other.log_dir is not None
         assert other.log_dir.endswith(f"version_{version}")
         assert Path(other.log_dir, "metrics.csv").is_file()
-    assert trainer.log_dir is not None and trainer.log_dir.endswith("version_0")
+    assert trainer.log_dir is not None
+    assert trainer.log_dir.endswith("version_0")
