@@ -184,7 +184,7 @@ def snapshot_of(
 def _whole_tensor(value: Any) -> Any:
     """Return a sharded tensor, as in the ``state_dict()`` of a sharded module, in full. Collective."""
     # By its method: importing DTensor takes 0.7 s, which a program without one would pay at each start.
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.full_tensor() if isinstance(value, Tensor) and hasattr(value, "full_tensor") else value
 
 
 def _model_section(contents: Contents, filter: Filter) -> dict[str, Shard]:
