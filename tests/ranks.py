@@ -205,10 +205,7 @@ class _Pool:
         parts = [f"{what} on {len(self._pipes)} ranks failed"]
         parts += [f"--- rank {rank} {text}" for rank, text in failures.items()]
         if silent:
-            for rank in silent:
-                with contextlib.suppress(OSError):
-                    self.processes[rank].send_signal(signal.SIGUSR1)
-            time.sleep(0.2)
+            self._print_stacks(silent)
             when = f"gave no answer within {timeout:g} s" if not failures else "was still at it"
             parts += [f"--- rank {rank} {when}" for rank in silent]
         for rank, output in enumerate(self._outputs):
@@ -216,6 +213,24 @@ class _Pool:
             if text := output.read().decode(errors="replace").strip():
                 parts.append(f"--- rank {rank} printed:\n{text[-6000:]}")
         return "\n".join(parts)
+
+    def _print_stacks(self, ranks: Sequence[int]) -> None:
+        """Make ranks print the stacks of their threads, and wait until they have, or until a limit."""
+        sizes = self._sizes(ranks)
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                self.processes[rank].send_signal(signal.SIGUSR1)
+        until = time.monotonic() + NOTICE_SECONDS
+        before = sizes
+        while time.monotonic() < until:
+            time.sleep(0.2)
+            now = self._sizes(ranks)
+            if now == before and all(size > first for size, first in zip(now, sizes, strict=True)):
+                break
+            before = now
+
+    def _sizes(self, ranks: Sequence[int]) -> list[int]:
+        return [os.fstat(self._outputs[rank].fileno()).st_size for rank in ranks]
 
     def _death(self, rank: int) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -23,6 +23,7 @@ HEAVY = {
     "mlflow",
     "pytorch_lightning",
     "rich",
+    "sympy",  # comes with DTensor
     "tensorboard",
     "torchmetrics",
     "trackio",
