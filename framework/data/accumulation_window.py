@@ -205,6 +205,11 @@ class Windows:
         self._iterator = iter(())
         self._ahead.clear()
 
+    def release(self) -> None:
+        """Release the source as well; no further epoch can begin."""
+        self.close()
+        del self.source
+
 
 class GlobalWindows(Windows):
     """Takes windows from a source of global batches, each of which is a window and counts as one batch."""

@@ -78,6 +78,12 @@ class FitLoop:
         self._reload_every, self._reload = every, training
         self.validation.reload_data(validation)
 
+    def release_data(self) -> None:
+        """Release the sources of training and validation data, at the end of the stage."""
+        self.windows.release()
+        if self.plan.validation is not None:
+            self.plan.validation.use_sources((), ())
+
     def estimated_steps(self) -> int | float:
         """Return the number of optimizer steps of the entire fit; infinite if unknown."""
         plan, windows = self.plan, self.windows

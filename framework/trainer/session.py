@@ -212,7 +212,12 @@ class Session:
             self.last_metrics = {kind: self.run.metrics.view(kind) for kind in self.last_metrics}
 
     def forget_run(self) -> None:
-        """Reset the current run to None."""
+        """Reset the current run to None, and end the workers of its loaders."""
+        # Not left to the references: of an iterator that the garbage collector frees, torch cannot stop the workers.
+        if self.loop is not None:
+            self.loop.release_data()
+        if self.evaluation is not None:
+            self.evaluation.use_sources((), ())
         self.run = self.loop = self.evaluation = self.recorder = None
 
     # ---- the run's context -----------------------------------------------------------------------------------------
