@@ -25,16 +25,7 @@ import pytest
 import torch.distributed as dist
 from cuda_machine import EMULATED
 from messages import Messages
-from ranks import (
-    changed_variables,
-    close_pools,
-    lasting_threads,
-    pool_pids,
-    preload,
-    seed_alike,
-    slowness,
-    variables_for,
-)
+from ranks import changed_variables, close_pools, lasting_threads, pool_pids, preload, seed_alike, variables_for
 from tiers import Tiers, needs_compiled_ops
 
 # The folder of multiprocessing goes when the process does; that of torch's compiler also comes with its profiler.
@@ -161,7 +152,7 @@ def _lasting_children(known: set[int], seconds: float = 2.0) -> list[int]:
     while left := [pid for pid in _children() - known - pool_pids() if _is_alive(pid) and not _is_tracker(pid)]:
         # The workers of a loader end with its iterator, which may sit in a reference circle.
         gc.collect()
-        if time.monotonic() >= until + seconds * (slowness() - 1):
+        if time.monotonic() >= until:
             break
         time.sleep(0.01)
     return left

@@ -183,7 +183,7 @@ class _Pool:
         while len(answers) + len(failures) < len(self._pipes):
             waiting = [rank for rank in range(len(self._pipes)) if rank not in answers and rank not in failures]
             ready = wait([self._pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
-            if not ready and not failures and time.monotonic() < (later := begin + timeout * slowness()):
+            if not ready and not failures and time.monotonic() < (later := begin + timeout * _slowness()):
                 deadline = later
                 continue
             if not ready:
@@ -248,7 +248,7 @@ class _Pool:
             output.close()
 
 
-def slowness() -> float:
+def _slowness() -> float:
     """Return how many times longer work takes on this machine than on an idle one, as the limits on time assume."""
     return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), _MOST_SLOWNESS)
 
@@ -519,7 +519,7 @@ def completed(process: subprocess.Popen[str], timeout: float) -> subprocess.Comp
         try:
             output, _ = process.communicate(timeout=left)
         except subprocess.TimeoutExpired:
-            left = begin + timeout * slowness() - time.monotonic()
+            left = begin + timeout * _slowness() - time.monotonic()
             if left > 0:
                 continue
             end_session(process.pid)
@@ -558,7 +558,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     begin = time.monotonic()
     while not condition():
         waited = time.monotonic() - begin
-        assert waited < seconds or waited < seconds * slowness(), f"{condition} is not true after {waited:.0f} s"
+        assert waited < seconds or waited < seconds * _slowness(), f"{condition} is not true after {waited:.0f} s"
         time.sleep(0.01)
 
 
