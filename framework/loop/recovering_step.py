@@ -97,6 +97,10 @@ class RecoveringStep(AutomaticStep):
         """The number of ranks that ran out of memory in the window in progress."""
         self.triggers.on(Signal.OUT_OF_MEMORY, self._shrink_after_update)
 
+    def meet_calls(self) -> None:
+        """Use no fillers, whose passes would contain collectives."""
+        self.attendance.note_call(False)
+
     def __call__(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
         """Run a window until no rank runs out of memory. Collective. See ``AutomaticStep``.
 
