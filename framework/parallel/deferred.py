@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .recipe import Recipe, Step, View, kept, view_of
 from .scratch import Scratch
+from .supplied import has_supplied_values, is_supplying, read_into, supply
 
 # In place by their name, but without effect on values.
 _HARMLESS = {"requires_grad_", "detach_", "share_memory_", "retain_grad", "_is_view"}
@@ -118,6 +119,8 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.empty:
             return self._empty(args, kwargs)
+        if func in (supply, has_supplied_values):
+            return self._supplied(func, *args)
         tensors = [each for each in tree_flatten((args, kwargs))[0] if self.find(each) is not None]
         if not tensors:
             return func(*args, **kwargs)
@@ -153,6 +156,27 @@ class _Recorder(TorchFunctionMode):
             tensor = torch.empty(*args, **{**kwargs, "device": "meta"})
         self.known[tensor.untyped_storage()._cdata] = Recipe(tensor.detach(), device)
         return tensor
+
+    def _supplied(self, func: Any, tensor: Tensor, *read: Callable[[], Tensor]) -> Any:
+        """Do the work of ``supply`` and ``has_supplied_values``."""
+        if func is supply:
+            return self._supply(tensor, *read)
+        recipe = self.find(tensor)
+        return func(tensor) if recipe is None else [step.function for step in recipe.steps] == [read_into]
+
+    def _supply(self, tensor: Tensor, read: Callable[[], Tensor]) -> None:
+        """Let a parameter get its values from elsewhere, also one that was built on the meta device."""
+        recipe = self.find(tensor)
+        if not is_supplying() or (recipe is None and not (tensor.is_meta and isinstance(tensor, nn.Parameter))):
+            supply(tensor, read)
+            return
+        if recipe is None:
+            recipe = Recipe(tensor.detach(), torch.device("cpu"))
+            self.known[tensor.untyped_storage()._cdata] = recipe
+        if tensor.numel() == recipe.base.numel():
+            recipe.steps.clear()
+        target = view_of(tensor, recipe)
+        recipe.steps.append(Step(read_into, (target, read), {}, target))
 
     def _clone(self, tensor: Tensor) -> Tensor:
         """Return a copy without data, for ``copy.deepcopy`` of layers."""
