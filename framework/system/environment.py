@@ -16,7 +16,19 @@ from typing import Any
 
 from ..core.errors import unknown
 from .failure_records import RankRecords
-from .launcher_env import ATTEMPT, COMMAND, ERROR_DIR, RUN, STORE_FD, Job, Placement, read_job, read_placement
+from .launcher_env import (
+    ATTEMPT,
+    COMMAND,
+    DIRECTORY,
+    ERROR_DIR,
+    RUN,
+    STORE_FD,
+    Job,
+    Placement,
+    read_job,
+    read_placement,
+    variables_of,
+)
 from .redaction import hiding
 from .script_overrides import ScriptOverrides
 
@@ -72,21 +84,19 @@ def rank_environment(
         # Only rank 0 can read from the terminal: on the others breakpoint() has no effect.
         **({} if place.rank == 0 else {"PYTHONBREAKPOINT": "0"}),
         **inherited,
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "GROUP_RANK": str(place.node_rank),
-        "GROUP_WORLD_SIZE": str(place.num_nodes),
-        "MASTER_ADDR": str(place.master_addr),
-        "MASTER_PORT": str(place.master_port),
-        **({} if place.num_nodes > 1 else _on_loopback()),
+        **variables_of(place),
+        DIRECTORY: os.getcwd(),
         ERROR_DIR: error_dir,
         ATTEMPT: str(attempt),
         COMMAND: starting_command(),
         RUN: place.run,
         STORE_FD: "" if store_fd is None else str(store_fd),
     }
+
+
+def directory_of_start() -> str | None:
+    """Return the working directory of the process that has started this rank, when it did; None in other processes."""
+    return os.environ.get(DIRECTORY)
 
 
 def override_script(script: str, arguments: Mapping[str, Any]) -> None:
@@ -285,9 +295,3 @@ def import_without_warnings(name: str) -> None:
     """
     with variables_set({_TORCH_LOG: os.environ.get(_TORCH_LOG, "ERROR")}):
         importlib.import_module(name)
-
-
-def _on_loopback() -> dict[str, str]:
-    """Return variables with which no socket of the ranks can be reached from another machine."""
-    interface = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

@@ -5,6 +5,7 @@ Pure functions over a mapping of environment variables; ``environment.py`` passe
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ ATTEMPT = "PHALANX_ATTEMPT"
 RUN = "PHALANX_RUN"
 # The command that has started the ranks, as a shell reads it.
 COMMAND = "PHALANX_COMMAND"
+# The address of the rendezvous again: scripts set MASTER_ADDR and MASTER_PORT, as tutorials of PyTorch do.
+HOST, PORT = "PHALANX_HOST", "PHALANX_PORT"
+# The working directory in which the script called phalanx, in the process that has started the ranks.
+DIRECTORY = "PHALANX_DIRECTORY"
 # The descriptor of the socket on which rank 0 serves the rendezvous.
 STORE_FD = "PHALANX_STORE_FD"
 
@@ -53,6 +58,21 @@ class Placement:
     master_port: int | None = None
     launcher: Launcher | None = None
     run: str = ""
+
+
+def variables_of(place: Placement) -> dict[str, str]:
+    """Return the variables from which a rank that phalanx starts reads its placement."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        **dict.fromkeys(("MASTER_ADDR", HOST), str(place.master_addr)),
+        **dict.fromkeys(("MASTER_PORT", PORT), str(place.master_port)),
+        **({} if place.num_nodes > 1 else _on_loopback()),
+    }
 
 
 def read_placement(variables: Mapping[str, str], num_nodes: int = 1) -> Placement:
@@ -168,8 +188,8 @@ def _from_torchrun(read: _Reader, num_nodes: int) -> Placement:
             local_size=local_size,
             node_rank=rank // local_size if node_rank is None else node_rank,
             num_nodes=read.number("GROUP_WORLD_SIZE") or max(1, size // local_size),
-            master_addr=read.text("MASTER_ADDR"),
-            master_port=read.number("MASTER_PORT"),
+            master_addr=read.text(*([HOST] if launched_by_us else []), "MASTER_ADDR"),
+            master_port=read.number(*([PORT] if launched_by_us else []), "MASTER_PORT"),
             launcher="phalanx" if launched_by_us else "torchrun",
             run=(read.text(RUN) or "") if launched_by_us else "",
         )
@@ -258,3 +278,9 @@ def _tasks_per_node(text: str) -> list[int]:
     """Read SLURM's ``4(x2),3`` as [4, 4, 3]."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, repeats in found for _ in range(int(repeats or 1))]
+
+
+def _on_loopback() -> dict[str, str]:
+    """Return variables with which no socket of the ranks can be reached from another machine."""
+    interface = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
