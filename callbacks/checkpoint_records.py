@@ -110,6 +110,7 @@ class CheckpointRecords(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._has_run = False
+
         # If the directory was moved, its checkpoints are found in the new place.
         def here(path: str) -> str:
             before = state["dirpath"]

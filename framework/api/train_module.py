@@ -83,7 +83,8 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
     def detach(self) -> None:
         """Leave the run and keep its Trainer: optimizers are untoggled, and ``self.log`` does nothing."""
         for part in (self, *self._parts):
-            part.untoggle_optimizer()
+            if isinstance(part, TrainModule):
+                part.untoggle_optimizer()
         self.log_to(None)
         if self._own_run is not None:
             self._use_run(OutsideRun(self._own_run.trainer))

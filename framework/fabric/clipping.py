@@ -92,7 +92,8 @@ class Clipping:
             # Nothing was reduced, so there is no norm, and no update follows.
             return None if value is not None else torch.zeros((), device=self._prepared.strategy.world.device)
         if value is not None and self._scaler is None:
-            return _clip_values(parts, value)
+            _clip_values(parts, value)
+            return None
         norm = _joint([gradients.norm(parameters, norm_type) for gradients, parameters in parts], norm_type)
         # Clamping would hide an infinity from the loss scaler, which must skip this update.
         finite = bool(norm.isfinite()) if strict or self._scaler is not None else True
@@ -102,7 +103,8 @@ class Clipping:
                 "error_if_nonfinite=False to continue."
             )
         if value is not None:
-            return _clip_values(parts if finite else (), value)
+            _clip_values(parts if finite else (), value)
+            return None
         for gradients, parameters in parts if finite else ():
             gradients.clip_by_norm(parameters, max_norm, norm)
         return norm
@@ -158,4 +160,5 @@ def _joint(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of tensors of which these are the norms."""
     if len(norms) == 1:
         return norms[0]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    joint: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return joint

@@ -238,7 +238,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
             if kept := _copied(_kept(part)):
                 states[name]["kept"] = kept
         elif _is_tracker(part):
-            states[name] = {"metrics": len(part)}  # type: ignore[arg-type]
+            states[name] = {"metrics": len(part)}
     return states
 
 

@@ -200,10 +200,10 @@ def refusals(stage: int) -> list[str]:
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     fabric.backward(model(x).mean())
     assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)) > 0.1
-    assert float(torch.nn.utils.get_total_norm([one.grad for one in net.parameters()])) < 0.11
+    assert float(torch.nn.utils.get_total_norm([one.grad for one in net.parameters() if one.grad is not None])) < 0.11
     optimizer.step()
     with pytest.raises(LoopError) as late:
-        net.weight.grad.norm()
+        _ = net.weight.grad
     assert "on_before_optimizer_step" in str(late.value)
     optimizer.zero_grad()
     assert net.weight.grad is None

@@ -148,8 +148,9 @@ def test_weights_that_user_code_writes_stay(place: str, ranks: int) -> None:
     expected = [trained("single", 1, *each) for each in WRITES]
     found = run_on_ranks(ranks, written, place, ranks)[0]
     for (moment, action), one, other in zip(WRITES, found, expected, strict=True):
-        message = f"{action.__name__} in {moment}"
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text, at=message: f"{at}: {text}")
+        torch.testing.assert_close(
+            one, other, rtol=1e-4, atol=1e-5, msg=f"{action.__name__} in {moment}: other weights"
+        )
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -205,8 +206,9 @@ def test_gradients_that_user_code_changes_are_applied(place: str, ranks: int) ->
     ]
     found = run_on_ranks(ranks, changed, place, ranks)[0]
     for (moment, action, _), one, other in zip(CHANGES, found, expected, strict=True):
-        message = f"{action.__name__} in {moment}"
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text, at=message: f"{at}: {text}")
+        torch.testing.assert_close(
+            one, other, rtol=1e-4, atol=1e-5, msg=f"{action.__name__} in {moment}: other weights"
+        )
 
 
 def in_bf16(strategy: str, ranks: int) -> list[dict[str, Tensor]]:
@@ -306,6 +308,7 @@ class Manual(TrainModule):
         other = self.first if batch_idx % 2 else self.second
         optimizer.zero_grad()
         self.manual_backward((layer(batch[0]).squeeze(1) - batch[1]).square().mean())
+        assert layer.weight.grad is not None
         layer.weight.grad.mul_(0.5)
         self.manual_backward((layer(2 * batch[0]).squeeze(1) - batch[1]).square().mean())
         assert other.weight.grad is None

@@ -244,7 +244,8 @@ def test_each_sample_is_read_where_a_rank_has_no_batch_of_a_loader(
 
     def loaders() -> list[Any]:
         other: Any = Stream() if iterates else list(range(100, 100 + second))
-        return [DataLoader(list(range(first)), batch_size=2), DataLoader(other, batch_size=2)]
+        one: Any = list(range(first))
+        return [DataLoader(one, batch_size=2), DataLoader(other, batch_size=2)]
 
     ranks = seen_by_ranks(loaders, size, "max_size_cycle")
     rows = [row for rows in ranks for row in rows if row is not NO_BATCH]
@@ -258,7 +259,8 @@ def test_each_sample_is_read_where_a_rank_has_no_batch_of_a_loader(
 
 def test_a_loader_has_ended_where_a_rank_has_no_batch_of_it() -> None:
     def loaders() -> list[Any]:
-        return [DataLoader(list(range(6)), batch_size=1), DataLoader(list(range(3)), batch_size=1)]
+        data: list[Any] = [list(range(6)), list(range(3))]
+        return [DataLoader(one, batch_size=1) for one in data]
 
     first, second = seen_by_ranks(loaders, 2, "max_size")
     assert [None if row[1] is None else int(row[1]) for row in first] == [0, 2, None]
@@ -268,7 +270,8 @@ def test_a_loader_has_ended_where_a_rank_has_no_batch_of_it() -> None:
 
 def test_a_loader_without_a_batch_for_a_rank() -> None:
     def loaders() -> list[Any]:
-        return [DataLoader(list(range(6)), batch_size=1), DataLoader([1], batch_size=1)]
+        data: list[Any] = [list(range(6)), [1]]
+        return [DataLoader(one, batch_size=1) for one in data]
 
     with refuses(DataError, "train_dataloaders[1]"):
         seen_by_ranks(loaders, 2, "max_size_cycle")

@@ -33,9 +33,9 @@ class Gathering(TrainModule):
         loss = self.net(batch).square()
         if self.trains:
             # The mean over the rows of all ranks, as a loss of negatives from other ranks has it.
-            rows = self.all_gather(loss, sync_grads=True).flatten(0, -2)
-            return rows.mean()
-        return loss.mean()
+            loss = self.all_gather(loss, sync_grads=True).flatten(0, -2)
+        mean: Tensor = loss.mean()
+        return mean
 
     def _evaluate(self, batch: Tensor) -> Tensor:
         self.seen += self.all_gather(batch).flatten().tolist()

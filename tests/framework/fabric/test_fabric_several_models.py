@@ -74,7 +74,7 @@ def clipped(strategy: str, ranks: int, precision: Any) -> tuple[list[float], lis
 )
 def test_some_parameters_are_clipped_by_their_own_norm(strategy: str, ranks: int, precision: str) -> None:
     norms, weights = clipped_by_hand()
-    near = {"rtol": 0.03, "atol": 0.03} if precision == "bf16-mixed" else {"rtol": 1e-5, "atol": 1e-6}
+    near: Any = {"rtol": 0.03, "atol": 0.03} if precision == "bf16-mixed" else {"rtol": 1e-5, "atol": 1e-6}
     for own, found in run_on_ranks(ranks, clipped, strategy, ranks, precision, timeout=120):
         torch.testing.assert_close(torch.tensor(own), torch.tensor(norms), **near)
         for one, wanted in zip(found, weights, strict=bool(found)):
@@ -89,6 +89,7 @@ def test_parameters_of_several_optimizers_are_clipped_by_their_joint_norm() -> N
     norm = fabric.clip_grad_norm_(chain(first.parameters(), last.parameters()), LIMIT, norm_type=1.0)
     expected = two_layers()
     loss_of(expected, X).backward()
+    assert norm is not None
     assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(expected.parameters(), LIMIT, 1.0)))
     one.step()
     two.step()

@@ -70,7 +70,8 @@ class Clipping(TrainModule):
             loss.backward()
 
     def loss(self, batch: Any) -> Tensor:
-        return (self.net(batch[0]) - batch[1]).square().mean()
+        loss: Tensor = (self.net(batch[0]) - batch[1]).square().mean()
+        return loss
 
     def update(self, batch: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
@@ -95,7 +96,7 @@ def trained(kind: str, ranks: int) -> tuple[Tensor, list[float], int]:
     module = Clipping(kind)
     trainer = silent_trainer(devices=ranks, strategy="ddp" if ranks > 1 else "single", max_epochs=2)
     trainer.fit(module, data(STEP // ranks))
-    hooks = [parameter._post_accumulate_grad_hooks for parameter in module.parameters()]  # type: ignore[attr-defined]
+    hooks = [parameter._post_accumulate_grad_hooks for parameter in module.parameters()]
     assert not any(hooks)
     return weights_of(module), module.norms, trainer.global_step
 
@@ -130,7 +131,7 @@ def dropping(rows: int) -> str:
     notes: list[str] = []
     trainer = silent_trainer(devices=2, strategy="ddp", max_epochs=2)
     module = Clipping("usual")
-    module.on_fit_start = lambda: setattr(module._run, "note", notes.append)
+    module.on_fit_start = lambda: setattr(module._run, "note", notes.append)  # type: ignore[method-assign]
     trainer.fit(module, data(2, rows))
     return "\n".join(notes)
 

@@ -82,7 +82,7 @@ def test_a_stop_before_the_least_number_of_steps() -> None:
 class Recording(torch.optim.lr_scheduler.ReduceLROnPlateau):
     used: list[float]
 
-    def step(self, metrics: Any, epoch: Any = None) -> None:
+    def step(self, metrics: Any, epoch: Any = None) -> None:  # type: ignore[override]
         self.__dict__.setdefault("used", []).append(float(metrics))
         super().step(metrics, epoch)
 

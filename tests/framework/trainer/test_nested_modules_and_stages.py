@@ -189,10 +189,13 @@ def test_copies_of_a_trainer(tmp_path: Path, copied: Callable[[Any], Any]) -> No
     trainer.fit(Validated(score=3.0), loader(8), loader(4))
     after = copied(trainer)
     assert (after.global_step, after.callback_metrics, after.log_dir) == (2, trainer.callback_metrics, trainer.log_dir)
+    assert isinstance(after.checkpoint_callback, ModelCheckpoint)
+    assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
     assert after.checkpoint_callback.best_model_path == trainer.checkpoint_callback.best_model_path
     assert after.validate(dataloaders=loader(4)) == [{"score": 3.0}]
     for other, version in ((before, 1), (after, 2)):
         other.fit(Validated(), loader(8), loader(4))
+        assert other.log_dir is not None
         assert other.log_dir.endswith(f"version_{version}")
         assert Path(other.log_dir, "metrics.csv").is_file()
-    assert trainer.log_dir.endswith("version_0")
+    assert trainer.log_dir is not None and trainer.log_dir.endswith("version_0")
