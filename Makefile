@@ -37,7 +37,7 @@ help:
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
 	@echo "make bench-cuda  measure on one GPU beside plain torch, Lightning, Accelerate and DeepSpeed: 8 minutes, no network"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
-	@echo "make semantics what programs do to weights, gradients and modules, under every strategy; writes the docs' table; 15 minutes"
+	@echo "make semantics what programs do to weights, gradients and modules, under every strategy; writes the docs' table"
 	@echo "make pretrained a model of the size of GPT-2 from and to folders of transformers, under each strategy"
 	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy and number of ranks)"
