@@ -1,12 +1,26 @@
-"""One optimizer step under automatic optimization.
+"""One optimizer step under automatic optimization. All dispatch is resolved in ``__init__``.
 
 Gradient rule: each loss is multiplied by ``weight / mean over ranks of the window's total weight``, and strategies
 average gradients over ranks. The accumulated sum is then the gradient of the weighted mean over the global batch, for
 windows of any length, for uneven weights and for ranks without data. In a Trainer no other code divides by the weight
 of a window (in a Fabric, ``GradientWindow`` does): see ``docs/internals.md``.
 
-A rank with fewer micro-batches than the others, or with a batch without a loss, still runs all collectives: filler
-batches of weight 0 if passes contain collectives, else ``Strategy.zero_backward`` for the reduction of gradients.
+A step is a window of micro-batches, always in these phases:
+
+    start the control reduction: the weight of the window over all ranks, and signals
+    for each micro-batch:
+        fetch, unless all were fetched before; transfer, on_train_batch_start, training_step
+        (after the first: read the control reduction, zero the gradients of the previous step)
+        (before the last: start the reduction of two flags: any rank had a loss, any loss was not finite)
+        backward
+        on_train_batch_end, except for the last
+    handle signals
+    clip, update, learning rates
+    on_train_batch_end of the last micro-batch
+
+A rank with fewer micro-batches than the others, or with a batch without a loss, still runs all collectives. If passes
+through the model contain collectives, its window is filled up with filler batches, micro-batches of weight 0 (see
+``filler_batches``). Otherwise it joins the reduction of gradients once, by ``Strategy.zero_backward``.
 """
 
 from __future__ import annotations
