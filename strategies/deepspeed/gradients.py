@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +21,13 @@ class EngineGradients(GradientOperations):
     Args:
         name: the name of the strategy, for errors.
         update: the engine's update; None if no module is trained, then all operations raise.
-        trained: the ``id`` of each parameter that the engine trains.
     """
 
     clips_by_value = False
 
-    def __init__(self, name: str, update: EngineUpdate | None = None, trained: Set[int] = frozenset()) -> None:
+    def __init__(self, name: str, update: EngineUpdate | None = None) -> None:
         self._name = name
         self._update = update
-        self._trained = trained
         self._own_norm: Tensor | None = None
 
     @property
@@ -48,19 +47,12 @@ class EngineGradients(GradientOperations):
         """Multiply all gradients, regardless of ``parameters``: at once in stage 1 in bf16, else in the next step."""
         self.update.scale(factor)
 
-    def full(self, parameter: Tensor) -> Tensor | None:
+    def full(self, parameter: Any) -> Tensor | None:
         """Return the full gradient of a parameter, gathered. Collective.
 
-        It is available between the backward pass that ends a window and the update. A parameter unused in the window
-        has a gradient of zero.
+        It is available between a backward pass and the update. A parameter unused in the window has a gradient of zero.
         """
-        update = self.update
-        if id(parameter) not in self._trained or not update.holds_gradients or not update.ends_window:
-            return None
-        from deepspeed.utils import safe_get_full_grad
-
-        gradient = safe_get_full_grad(parameter)
-        return None if gradient is None else update.unscaled(gradient)
+        return self.update.full(parameter)
 
     def are_finite(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the gradient norm, which the next step needs anyway, is finite. Collective."""
@@ -74,7 +66,7 @@ class EngineGradients(GradientOperations):
         """
         chosen = self._of_engine(parameters)
         if len(chosen) < len(self._trained):
-            gradients = [gradient for each in chosen if (gradient := self.full(each)) is not None]
+            gradients = [gradient for each in chosen if (gradient := self.update.lent.get(each)) is not None]
             norm = torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else torch.zeros(())
             return norm.to(self.update.engine.device)
         if norm_type != 2.0:
@@ -85,7 +77,11 @@ class EngineGradients(GradientOperations):
         self._own_norm = self.update.norm()
         return self._own_norm
 
-    def _of_engine(self, parameters: Iterable[Tensor]) -> Sequence[Tensor]:
+    @property
+    def _trained(self) -> Collection[int]:
+        return self.update.state.groups.trained
+
+    def _of_engine(self, parameters: Iterable[Any]) -> Sequence[Any]:
         return list({id(each): each for each in parameters if id(each) in self._trained}.values())
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
