@@ -37,9 +37,10 @@ class SplitGradients(UseOfParameters):
         self.zero.get_flat_partition = self._keep_reduced
         groups = {id(one): number for number, group in enumerate(self.zero.bit16_groups) for one in group}
         named = list(update.engine.module.module.named_parameters())
-        # Backward passes produce gradients roughly in this order, the reverse of that in which layers are defined.
-        self._order = [(one, groups[id(one)], name) for name, one in reversed(named) if id(one) in groups]
-        self._place = {id(one): place for place, (one, *_) in enumerate(self._order)}
+        # Until the first reduction has shown the order in which gradients arrive: roughly the reverse of that in which
+        # layers are defined.
+        self._use_order([(one, groups[id(one)], name) for name, one in reversed(named) if id(one) in groups])
+        self._first_arrivals: list[int] | None = []
         self._next = 0
         self._arrived: set[int] = set()
         self._reduces_in_hooks = self.zero.partition_gradients or self.zero.overlap_comm
@@ -51,6 +52,10 @@ class SplitGradients(UseOfParameters):
         """Forget the gradients that the last backward pass has reduced."""
         self._next = 0
         self._arrived.clear()
+
+    def _use_order(self, order: list[tuple[Any, int, str]]) -> None:
+        self._order = order
+        self._place = {id(one): place for place, (one, *_) in enumerate(order)}
 
     def _keep_reduced(self, *args: Any, param_group_idx: int, **options: Any) -> Any:
         self._reduced[param_group_idx] = self.zero.all_grad_tensors[param_group_idx]
@@ -93,6 +98,8 @@ class SplitGradients(UseOfParameters):
         """Take a gradient of a backward pass; reduce those for which all before them in the common order are there."""
         zero, key = self.zero, id(parameter)
         self._used.add(key)
+        if self._first_arrivals is not None:
+            self._first_arrivals.append(self._place[key])
         zero.setup_buckets()
         if zero.use_grad_accum_attribute:
             zero._fill_param_grad_accum_attribute(parameter)
@@ -130,6 +137,14 @@ class SplitGradients(UseOfParameters):
                     setattr(parameter, name, torch.zeros_like(parameter, dtype=zero._gradient_reduction_buffer_dtype()))
                 self._reduce_next()
         zero.overlapping_partition_gradients_reduce_epilogue()
+        if self._first_arrivals is not None:
+            self._learn_order(self._first_arrivals)
+
+    def _learn_order(self, arrivals: list[int]) -> None:
+        """Reduce gradients in the order of their arrival on rank 0 from now on, so that none waits. Collective."""
+        places = dict.fromkeys([*self.update.state.world.broadcast_object(arrivals, 0), *range(len(self._order))])
+        self._use_order([self._order[place] for place in places])
+        self._first_arrivals = None
 
     def write(self, parameter: Any, gradient: Tensor) -> None:
         """Replace the gradient of a parameter."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...framework.core.errors import ConfigurationError
+from .state import EngineState
 
 
 def arrived_twice(name: str, stage: int) -> ConfigurationError:
@@ -24,6 +25,7 @@ class Scaling(Protocol):
 
     engine: Any
     zero: Any
+    state: EngineState
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients, a 0-d tensor; infinite if it is not finite. Collective."""

@@ -119,7 +119,6 @@ def by_hand(kind: str) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]],
         optimizer.zero_grad()
         loss = loss_of(net, rows_of(20 * GLOBAL_BATCH)[number * GLOBAL_BATCH : (number + 1) * GLOBAL_BATCH])
         loss.backward()
-        net.never.grad = torch.zeros_like(net.never)
         optimizer.step()
         losses.append(loss.item())
         if number == 3:

@@ -35,6 +35,8 @@ from phalanx.framework.trainer import auto_strategy as planning
 
 FP32, BF16 = resolve_precision("32-true"), resolve_precision("bf16-mixed")
 GB = 10**9
+# Under ZeRO parameter.grad is gathered for whoever reads it.
+OWN_GRAD: Any = Tensor.grad
 
 
 class Net(TrainModule):
@@ -175,7 +177,7 @@ def live_bytes() -> int:
         # Those of an earlier test's compiled code, which torch keeps, have no data.
         if isinstance(found, FakeTensor):
             continue
-        for tensor in (found, found.grad if found.is_leaf else None):
+        for tensor in (found, OWN_GRAD.__get__(found) if found.is_leaf else None):
             local: Any = getattr(tensor, "_local_tensor", tensor)
             if local is not None and local.device.type == "cpu":
                 sizes[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
