@@ -40,6 +40,11 @@ class SaveSchedule:
         """Whether a save may be due after any step."""
         return bool(self.steps) or self.interval is not None
 
+    @property
+    def saves(self) -> bool:
+        """Whether a save may be due at all: no interval is 0 for never."""
+        return bool(self.steps or self.epochs) or self.interval is not None
+
     def step_is_due(self, step: int) -> bool:
         """Whether to save after ``step`` optimizer steps."""
         return bool(self.steps) and step % self.steps == 0

@@ -11,7 +11,7 @@ import torch
 from ..framework.api.callback import Callback
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, is_count
-from ..framework.metrics.monitor import check_mode, is_better, missing_metric
+from ..framework.metrics.monitor import doubtful_mode, given_mode, is_better, missing_metric
 from .absent import EARLY_STOPPING
 from .monitoring import acts_at_epoch_end
 
@@ -44,7 +44,7 @@ class EarlyStopping(Callback):
         patience: Number of consecutive checks without improvement after which training stops. On resume, this value
             takes precedence over that of the checkpoint, so that a stopped run can continue with more patience.
         verbose: Report each improvement.
-        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better; default ``"min"``.
         strict: Raise an error if the metric was not logged; otherwise skip the check.
         check_finite: Stop when the metric is NaN or infinite.
         stopping_threshold: Stop when the metric is better than this value.
@@ -66,7 +66,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         patience: int = 3,
         verbose: bool = False,
-        mode: str = "min",
+        mode: str | None = None,
         strict: bool = True,
         check_finite: bool = True,
         stopping_threshold: float | None = None,
@@ -74,7 +74,8 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        check_mode("EarlyStopping", mode)
+        self.mode = given_mode("EarlyStopping", mode)
+        self._doubt = doubtful_mode("EarlyStopping", monitor, mode)
         if not isinstance(monitor, str) or not monitor:
             raise ConfigurationError(f"EarlyStopping(monitor={monitor!r}): give the name of a logged metric.")
         if not min_delta >= 0:
@@ -85,7 +86,6 @@ class EarlyStopping(Callback):
         self.min_delta = min_delta
         self.patience = patience
         self.verbose = verbose
-        self.mode = mode
         self.strict = strict
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
@@ -136,6 +136,10 @@ class EarlyStopping(Callback):
         self._best = float(state["best_score"])
         self.stopping_reason = EarlyStoppingReason(state["stopping_reason"])
         self.stopping_reason_message = state["stopping_reason_message"]
+
+    def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:
+        if self._doubt is not None:
+            trainer.note(self._doubt)
 
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         if trainer.global_step == 0:

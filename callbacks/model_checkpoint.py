@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..framework.checkpoint.retention import Retention
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, MetricError
-from ..framework.metrics.monitor import check_mode, missing_metric
+from ..framework.metrics.monitor import doubtful_mode, given_mode, missing_metric
 from ..framework.system.atomic_files import absolute
 from .absent import MODEL_CHECKPOINT
 from .checkpoint_naming import DEFAULT_NAME, CheckpointNaming
@@ -40,7 +40,7 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
     - A checkpoint that is due between validations is ranked by the next one, if ``monitor`` is a metric of validations.
     - ``last.ckpt`` is separate: it is written whenever a checkpoint is due and again at the end of the fit, for any
       value of the metric. It shares its bytes on the disk with the checkpoint that was saved at the same time. A run
-      that would end without any due checkpoint, as its metric is not known, saves it too.
+      that would end without any checkpoint, as none came due or its metric is not known, saves it too.
     - A checkpoint with weights that are not finite is never written, and one whose metric is NaN is never among the
       best.
     - Rank 0's values and clock decide, so that all ranks save together.
@@ -56,7 +56,7 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         save_last: also save ``last.ckpt``; ``"link"`` means the same as True.
         save_top_k: the number of best checkpoints to retain; 0 none, -1 all.
         save_weights_only: save only the model; no run can be resumed from such a checkpoint.
-        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better; default ``"min"``.
         auto_insert_metric_name: put ``name=`` before each value of the filename.
         every_n_train_steps: the number of optimizer steps between saves.
         train_time_interval: the time between saves.
@@ -89,7 +89,7 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         save_last: bool | str | None = None,
         save_top_k: int = 1,
         save_weights_only: bool = False,
-        mode: str = "min",
+        mode: str | None = None,
         auto_insert_metric_name: bool = True,
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
@@ -103,7 +103,8 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
     ) -> None:
         if save_last not in (None, True, False, "link"):
             raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
-        check_mode("ModelCheckpoint", mode)
+        self.mode = given_mode("ModelCheckpoint", mode)
+        self._doubt = doubtful_mode("ModelCheckpoint", monitor, mode)
         self._given_dirpath = None if dirpath is None else str(absolute(dirpath))
         self.dirpath = self._given_dirpath
         self.filename = filename
@@ -114,7 +115,6 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         self.save_weights_only = save_weights_only
         self.save_on_exception = save_on_exception
         self._last_step = LastStep()
-        self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
@@ -123,7 +123,7 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         self.last_model_path = ""
         self._newest = ""
         self.asynchronous = asynchronous
-        self._kept = Retention(save_top_k, mode, monitor is not None, keep_last, keep_every_nth)
+        self._kept = Retention(save_top_k, self.mode, monitor is not None, keep_last, keep_every_nth)
         self._superseded = []
         self._current: float | None = None
         self._begin(0)
@@ -188,6 +188,8 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
             self.dirpath = os.path.abspath(trainer.checkpoint_dir)
 
     def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:
+        if self._doubt is not None:
+            trainer.note(self._doubt)
         if not trainer.fast_dev_run and (self._kept.saves or self.save_last):
             assert self.dirpath is not None
             trainer.prepare_saves(Path(self.dirpath), self._names.gives, self.save_weights_only, self.asynchronous)
@@ -241,15 +243,13 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         step = trainer.global_step
         if step in (self._saved_step, self._first_step) or trainer.fast_dev_run:
             return
-        # A run must not end without any checkpoint because the metric that ranks them is not known.
-        is_only_one = self._deferred and not self._kept.paths and not self.save_last
+        # A run must not end without any checkpoint because none came due, or because its metric is not known.
+        is_only_one = self._kept.saves and self._schedule.saves and not self._kept.paths and not self.save_last
         if self.save_last or is_only_one:
             self._save(trainer, replace(self._plan(trainer, is_end=True), path="", counts=False))
         if is_only_one:
-            trainer.note(
-                f"The run ends at step {step} without a value of {self.monitor!r} for its weights, so they were saved "
-                f"as {self.last_model_path}, which is not ranked."
-            )
+            why = f"without a value of {self.monitor!r} for its weights" if self._deferred else "before a save was due"
+            trainer.note(f"The run ends at step {step} {why}. They were saved as {self.last_model_path}, unranked.")
 
     def _its_time(self, trainer: TrainerView) -> bool:
         """Whether the interval has passed by rank 0's clock; a signal informs all ranks at the next step."""

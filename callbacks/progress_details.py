@@ -17,10 +17,11 @@ def as_text(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def learning_rate(trainer: TrainerView) -> list[str]:
-    """Return the learning rate of the first optimizer, unless reading it would wait for a device."""
+    """Return the learning rate of the first optimizer's newest update, unless reading it would wait for a device."""
     optimizers: Sequence[Any] = trainer.optimizers
-    rate = optimizers[0].param_groups[0].get("lr") if optimizers else None
-    return [f"lr {rate:.3g}"] if isinstance(rate, float) else []
+    used = trainer.run.used_rates if trainer.run is not None else ()
+    rate = used[0] if used else optimizers[0].param_groups[0].get("lr") if optimizers else None
+    return [f"lr {rate:.3g}"] if isinstance(rate, float) and rate == rate else []
 
 
 def speed(rate: float) -> str:

@@ -29,6 +29,8 @@ class Progress:
 
     published: int = 0
     """``global_step`` at which step values were last sent to the loggers."""
+    judged_at: int = 0
+    """``global_step`` at which schedulers that read a metric after a step were last advanced."""
     hooks_started: int = 0
     """Number of hooks ``on_train_epoch_start`` that have begun in this epoch, the running one included."""
 
@@ -50,6 +52,10 @@ class Progress:
     def published_step(self) -> None:
         """Record that the values of the newest step were sent to the loggers."""
         self.published = self.global_step
+
+    def judged(self) -> None:
+        """Record that schedulers have read the metrics of the newest step."""
+        self.judged_at = self.global_step
 
     def validated(self) -> None:
         """Record that a validation ended after the newest micro-batch."""
@@ -84,6 +90,8 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load counters. Counters that an older checkpoint lacks keep their initial value."""
+        # Earlier versions advanced the schedulers in the step itself.
+        self.judged_at = state.get("global_step", 0)
         for field in fields(self):
             if field.name in state:
                 setattr(self, field.name, state[field.name])

@@ -83,6 +83,14 @@ class Windows:
         """The size of micro-batches that was found during training; None where it is given."""
         return None
 
+    @property
+    def step_samples(self) -> int | None:
+        """The number of samples that a rank reads for the next optimizer step; None if unknown, or if it is given."""
+        size, progress = self.source.micro_batch_size, self._progress
+        if size is None or self.source.global_batch_size is not None:
+            return None
+        return size * self.schedule(progress.epoch, progress.global_step)
+
     def use_source(self, source: TrainingSource, full: int | None) -> None:
         """Switch to another source; ``full`` is its number of batches per epoch, if known."""
         self.source, self.full = source, full

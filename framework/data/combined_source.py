@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 
-from ..core.errors import CheckpointError, ConfigurationError
+from ..core.errors import CheckpointError, ConfigurationError, DataError
 from ..core.global_batch import GlobalBatch
+from .combined_evaluation import CombinedEvaluation
 from .combined_loader import (
     CombinedLoader,
     Rows,
@@ -23,7 +23,7 @@ from .combined_loader import (
     side_by_side,
 )
 from .dataloader import check_loader, is_map_style
-from .evaluation_source import EvaluationSource, NumberedBatches, evaluation_source
+from .evaluation_source import EvaluationSource, evaluation_source
 from .global_batches import global_batch_source
 from .iterable_source import IterableSource
 from .map_source import map_source
@@ -117,7 +117,9 @@ def prepare_evaluations(
 class CombinedTraining(TrainingSource):
     """Several training sources read in parallel. Its position holds the cycle of each part and the position in it.
 
-    A row is ``NO_BATCH`` if the item of any part is.
+    In the last row of a part's cycle a rank may have no batch of it, but new batches of other parts. In mode
+    ``max_size_cycle``, in which loaders start again, the rank takes its first batch of the cycle once more. In mode
+    ``max_size`` the item is None, as that of a loader that has ended. A row without anything new is ``NO_BATCH``.
     """
 
     def __init__(self, parts: list[TrainingSource], spec: TreeSpec, mode: str, name: str) -> None:
@@ -132,6 +134,9 @@ class CombinedTraining(TrainingSource):
         self._begins: list[list[int]] = [[0] for _ in parts]
         self._first_cycles = [0] * len(parts)
         self._rows_read = 0
+        # This rank's first batch in the present cycle of each part, where it was read.
+        self._firsts: list[Any] = [NO_BATCH] * len(parts)
+        self._epoch = 0
 
     def len_batches(self, position: Position | None = None) -> int | None:
         places = self._places(position)
@@ -160,6 +165,7 @@ class CombinedTraining(TrainingSource):
         return max(rows)
 
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
+        self._epoch, self._firsts = epoch, [NO_BATCH] * len(self._parts)
         self._rows_read = self.batches_before(position)
         self._begins = [[self._rows_read] for _ in self._parts]
         places = self._places(position)
@@ -179,7 +185,49 @@ class CombinedTraining(TrainingSource):
     def _fold(self, rows: Rows) -> Iterator[Any]:
         for row in rows:
             self._rows_read += 1
-            yield NO_BATCH if any(item is NO_BATCH for item in row) else tree_unflatten(row, self._spec)
+            own = self._filled(row) if any(item is NO_BATCH for item in row) else row
+            self._hold_firsts(row)
+            yield NO_BATCH if own is None else tree_unflatten(own, self._spec)
+
+    def _filled(self, row: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return a row with an item of each part; None if this rank has nothing new in it."""
+        if self._mode == "min_size":
+            # The row after the last one in which every part has a batch for this rank.
+            return None
+        if self._mode == "max_size":
+            own = tuple(None if item is NO_BATCH else item for item in row)
+            return None if all(item is None for item in own) else own
+        if all(item is NO_BATCH or self._cycle(number) > 0 for number, item in enumerate(row)):
+            return None
+        return tuple(self._first_of(number) if item is NO_BATCH else item for number, item in enumerate(row))
+
+    def _cycle(self, number: int) -> int:
+        """Return the number of a part's cycle, in the whole epoch, that the newest row belongs to."""
+        return self._first_cycles[number] + len(self._begins[number]) - 1
+
+    def _hold_firsts(self, row: tuple[Any, ...]) -> None:
+        """Hold the item of each part whose cycle begins with this row."""
+        for number, (begins, item) in enumerate(zip(self._begins, row, strict=True)):
+            if begins[-1] == self._rows_read - 1 and (len(begins) > 1 or self._began_at is None):
+                # Copied, since the step may modify the containers.
+                self._firsts[number] = tree_map(lambda leaf: leaf, item)
+
+    def _first_of(self, number: int) -> Any:
+        """Return this rank's first batch of a part's present cycle.
+
+        Raises:
+            DataError: there is none.
+        """
+        item, part, cycle = self._firsts[number], self._parts[number], self._cycle(number)
+        if item is NO_BATCH and cycle == self._first_cycles[number]:
+            # The epoch was resumed within the cycle.
+            item = next(part.start(self._epoch + cycle * _EPOCHS_APART), NO_BATCH)
+        if item is NO_BATCH:
+            raise DataError(
+                f"{part.name} has no batch for this rank, which reads it together with other loaders: give it at least "
+                "one batch for each rank."
+            )
+        return item
 
     def assured_batches(self) -> int:
         # Up to the end of the present cycle of the shortest part. The rows after it depend on the mode.
@@ -242,50 +290,3 @@ class CombinedTraining(TrainingSource):
                 f"{len(self._parts)} now: a run must resume with the loaders that it was started with."
             )
         return [(place["cycle"], place["position"]) for place in places]
-
-
-class CombinedEvaluation(EvaluationSource):
-    """Several evaluation sources read in parallel: row i of the one-process order goes to rank ``i % size``."""
-
-    def __init__(
-        self, parts: list[EvaluationSource], spec: TreeSpec, mode: str, name: str, *, rank: int, size: int
-    ) -> None:
-        self.name, self.rank, self.size = name, rank, size
-        self._parts = parts
-        self._spec = spec
-        self._mode = mode
-        if mode == "max_size_cycle" and any(not part.len_batches() for part in parts):
-            raise ConfigurationError(
-                f"{name} is a CombinedLoader(mode='max_size_cycle') with a loader without length; an evaluation "
-                "distributes batches by number: give each loader a length above 0, or use mode='max_size'."
-            )
-
-    def len_batches(self) -> int | None:
-        return combined_length(self._mode, [part.len_batches() for part in self._parts])
-
-    def first_batches(self) -> list[str | None]:
-        return [mark for part in self._parts for mark in part.first_batches()]
-
-    def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
-        numbers: Iterator[int]
-        rows: Rows
-        if self._mode == "max_size_cycle":
-            stop = min(each for each in (self.len_batches(), limit) if each is not None)
-            numbers = iter(range(first, stop, self.size))
-            rows = zip(*(self._cycle(part, first, epoch) for part in self._parts), strict=False)
-        else:
-            numbers = itertools.count(first, self.size)
-            opened = [self._batches(part.start_from(first, epoch=epoch, limit=limit)) for part in self._parts]
-            rows = merge(self._mode, opened, lambda part, cycle: iter(()))
-        for number, row in zip(numbers, rows, strict=False):
-            yield number, tree_unflatten(row, self._spec)
-
-    def _cycle(self, part: EvaluationSource, first: int, epoch: int) -> Iterator[Any]:
-        length = part.len_batches() or 1
-        for begin in itertools.count(0, length):
-            yield from self._batches(part.start_from((first - begin) % self.size, epoch=epoch))
-
-    @staticmethod
-    def _batches(numbered: NumberedBatches) -> Iterator[Any]:
-        for _, batch in numbered:
-            yield batch

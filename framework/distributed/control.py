@@ -69,6 +69,8 @@ class Agreement:
     ranks_with_data: int
     batches: int | None
     """Micro-batches in the window if every rank has the same number, else None."""
+    all_raised: bool = False
+    """Whether every rank had raised a trigger before its window."""
 
 
 class Triggers:
@@ -161,6 +163,11 @@ class Triggers:
         self._step = step
         self._launched = (vector, self.world.control_reduce(vector), raised)
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether this rank had raised a trigger before the reduction that was launched last."""
+        return self._launched is not None and bool(self._launched[2])
+
     def read(self) -> Agreement:
         """Wait for the reduction that ``launch`` started, and run the exchanges that follow from it. Collective.
 
@@ -189,7 +196,9 @@ class Triggers:
         self._read = total
         self.tally.receive(numbers[NUMBERS:])
         equal = size * total.batches_squared == total.batches * total.batches
-        return Agreement(total.weight, int(total.has_data), int(total.batches) // size if equal else None)
+        return Agreement(
+            total.weight, int(total.has_data), int(total.batches) // size if equal else None, total.has_raised == size
+        )
 
     def check_step(self) -> None:
         """Check that all ranks are at the same optimizer step, once ``agreement`` has returned. Collective if not.

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from ..core.errors import ConfigurationError, DesyncError
 from .data_parallel import part_of
+from .user_collectives import all_parts
 from .world import World
 
 _RANKS_SHOWN = 8
@@ -71,6 +72,19 @@ def gather_rows(world: World, data: Any, valid: bool = True, as_objects: bool = 
     return map_leaves(lambda leaf: next(results), data)
 
 
+def join_rows(collections: list[Any]) -> Any:
+    """Return a collection with the rows of all collections in every leaf."""
+    leaves = iter(zip(*[leaves_of(each) for each in collections], strict=True))
+
+    def join(leaf: Any) -> Any:
+        parts = next(leaves)
+        if isinstance(leaf, Tensor):
+            return torch.cat([part.unsqueeze(0) if part.dim() == 0 else part for part in parts])
+        return [row for part in parts for row in _rows_of(part)]
+
+    return map_leaves(join, collections[0])
+
+
 def _described(leaf: Any, valid: bool) -> Any:
     """Return the dtype and shape of a tensor; of any other leaf its rows, which travel with this description."""
     if isinstance(leaf, Tensor):
@@ -125,33 +139,37 @@ def _all_gather(world: World, tensor: Tensor) -> Tensor:
     return world.all_gather(tensor)
 
 
-class StackWithGradient(torch.autograd.Function):
-    """Stack the tensors of all ranks. The gradient of a rank's tensor is the sum over the losses of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, world: World, tensor: Tensor) -> Tensor:
-        ctx.world = world
-        return world.all_gather(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        total: Tensor = ctx.world.all_reduce(gradients[0].contiguous().clone())
-        return None, total[ctx.world.rank]
-
-
 def stack_tensors(world: World, data: Any, with_gradient: bool, device: torch.device) -> Any:
-    """Stack tensors, of the same shape on all ranks, in a new first dim, in every leaf of a collection. Collective."""
+    """Stack the tensors of the ranks in a new first dim, in every leaf of a collection. Collective.
 
-    def stack(leaf: Any) -> Any:
-        if isinstance(leaf, (bool, int, float)):
-            leaf = torch.tensor(leaf, device=device)
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if with_gradient and leaf.requires_grad:
-            return StackWithGradient.apply(world, leaf)  # type: ignore[no-untyped-call]
-        return _all_gather(world, leaf)
+    Of ranks whose tensors differ in their first dim, the rows form one part, so the new dim has size 1.
 
-    return map_leaves(stack, data)
+    Raises:
+        ConfigurationError: tensors differ in another dim.
+    """
+    leaves = [
+        torch.tensor(leaf, device=device) if isinstance(leaf, (bool, int, float)) else leaf for leaf in leaves_of(data)
+    ]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if world.size == 1:
+        parts = [[tensor if with_gradient else tensor.detach()] for tensor in tensors]
+    else:
+        parts = all_parts(world, tensors, with_gradient)
+    results = iter([_stacked(part) for part in parts])
+    stacked = iter([next(results) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return map_leaves(lambda leaf: next(stacked), data)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    if all(part.shape == parts[0].shape for part in parts):
+        return torch.stack(parts)
+    if len({part.shape[1:] for part in parts}) > 1 or any(part.dim() == 0 for part in parts):
+        raise ConfigurationError(
+            "all_gather was given tensors that differ in more than their first dim on the ranks: "
+            f"{', '.join(str(list(part.shape)) for part in parts[:_RANKS_SHOWN])}. Pad the other dims first, with "
+            "fabric.pad_across_processes(tensor, dim)."
+        )
+    return torch.cat(parts).unsqueeze(0)
 
 
 def pad_over_ranks(world: World, data: Any, dim: int, pad_index: float, pad_first: bool) -> Any:

@@ -20,6 +20,7 @@ from ..core.degrees import Layout
 from ..core.errors import ConfigurationError, unknown
 from ..system.environment import environment_placement, own_records, variables_set
 from ..system.launcher_env import Placement
+from .attendance import Attendance
 from .devices import share_cores, take_device
 from .groups_aside import is_rehearsed, refuse_aside
 from .node_board import share_board
@@ -99,6 +100,7 @@ class World:
         self.identical = 1
         self.identical_group = place.rank
         self.counts_data = True
+        self.attendance = Attendance()
         # Whether there is no other process: objects and small numbers of other ranks are taken to be those of this one.
         # True of a single rank, and of one among ranks that are rehearsed, whose group is torch's "fake" one.
         self.is_alone = place.size == 1 or is_rehearsed()

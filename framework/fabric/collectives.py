@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 from ..core.absent_names import must_be_none
-from ..core.errors import ConfigurationError, unknown
+from ..core.errors import ConfigurationError, DataError, unknown
 from ..distributed.control import Triggers
-from ..distributed.gather import gather_rows, map_leaves, pad_over_ranks, split_rows, stack_tensors
+from ..distributed.gather import (
+    gather_rows,
+    join_rows,
+    leaves_of,
+    map_leaves,
+    pad_over_ranks,
+    split_rows,
+    stack_tensors,
+)
 from ..distributed.rank_zero_first import first_in_turn
+from ..distributed.user_collectives import reduce_tensors, values_of_present
 from ..distributed.world import World
 from ..parallel.resources import Resources
 from ..parallel.sequence_part import SequencePart
@@ -86,7 +95,8 @@ class Collectives:
         """Return the tensors of all ranks, stacked in a new first dim. Collective.
 
         Args:
-            data: a tensor or number, or a collection of them. Tensors must have the same shape on all ranks.
+            data: a tensor or number, or a collection of them. Where tensors differ in their first dim, the new dim has
+                size 1, and the next one holds the rows of all ranks.
             group: must be None; Lightning has the argument.
             sync_grads: let gradients flow back to the rank that each part came from.
         """
@@ -99,10 +109,14 @@ class Collectives:
         Ranks may have different numbers of rows, and a 0-d tensor counts as one row. Other values are returned as a
         list with one item for each rank; the items of lists count as rows.
         """
+        if (present := values_of_present(self.world, "gather", data)) is not None:
+            return join_rows(list(present.values()))
         return gather_rows(self.world, data)
 
     def gather_object(self, data: Any) -> list[Any]:
         """Return the items of all ranks' lists in one list; a value that is not a list is one item. Collective."""
+        if (present := values_of_present(self.world, "gather_object", data)) is not None:
+            return [item for each in present.values() for item in (each if isinstance(each, (list, tuple)) else [each])]
         found: list[Any] = gather_rows(self.world, data, as_objects=True)
         return found
 
@@ -117,10 +131,19 @@ class Collectives:
         """
         must_be_none("all_reduce(group=...)", group, _ALL_RANKS)
         op = op if reduce_op is None else reduce_op
+        present = values_of_present(self.world, "all_reduce", data)
+        others = None if present is None else [iter(leaves_of(each)) for each in present.values()]
+
+        def as_tensor(leaf: Any) -> Any:
+            if isinstance(leaf, (bool, int, float)):
+                return torch.tensor(float(leaf) if op == "mean" else leaf, device=self.world.device)
+            return leaf
 
         def reduce(leaf: Any) -> Any:
-            if isinstance(leaf, (bool, int, float)):
-                leaf = torch.tensor(float(leaf) if op == "mean" else leaf, device=self.world.device)
+            leaf = as_tensor(leaf)
+            if others is not None:
+                leaves = [as_tensor(next(each)) for each in others]
+                return reduce_tensors(leaves, op) if isinstance(leaf, Tensor) else leaf
             if not isinstance(leaf, Tensor):
                 return leaf
             return self.world.all_reduce(leaf.detach().clone(), op)  # type: ignore[arg-type]
@@ -141,6 +164,12 @@ class Collectives:
         world = self.world
         if world.size == 1:
             return obj
+        if (present := values_of_present(world, "broadcast", obj if world.rank == src else None)) is not None:
+            if src not in present:
+                raise DataError(
+                    f"broadcast(..., src={src}) in a step for which rank {src} has no batch: broadcast before."
+                )
+            return present[src]  # type: ignore[no-any-return]
         sent = apply_to_collection(obj, Tensor, lambda tensor: tensor.detach().cpu()) if world.rank == src else obj
         moved: T = self.to_device(world.broadcast_object(sent, src))
         return moved
@@ -162,7 +191,8 @@ class Collectives:
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks have called this. Collective. ``name`` only documents the call."""
-        self.world.barrier()
+        if values_of_present(self.world, "barrier", None) is None:
+            self.world.barrier()
 
     def rank_zero_first(self, local: bool = False, timeout: float | None = None) -> AbstractContextManager[None]:
         """Run a block on rank 0 (with ``local`` on the first rank of each node) before the other ranks. Collective.

@@ -1,26 +1,12 @@
-"""One optimizer step under automatic optimization. All dispatch is resolved in ``__init__``.
+"""One optimizer step under automatic optimization.
 
 Gradient rule: each loss is multiplied by ``weight / mean over ranks of the window's total weight``, and strategies
 average gradients over ranks. The accumulated sum is then the gradient of the weighted mean over the global batch, for
 windows of any length, for uneven weights and for ranks without data. In a Trainer no other code divides by the weight
 of a window (in a Fabric, ``GradientWindow`` does): see ``docs/internals.md``.
 
-A step is a window of micro-batches, always in these phases:
-
-    start the control reduction: the weight of the window over all ranks, and signals
-    for each micro-batch:
-        fetch, unless all were fetched before; transfer, on_train_batch_start, training_step
-        (after the first: read the control reduction, zero the gradients of the previous step)
-        (before the last: start the reduction of two flags: any rank had a loss, any loss was not finite)
-        backward
-        on_train_batch_end, except for the last
-    handle signals
-    clip, update, learning rates
-    on_train_batch_end of the last micro-batch
-
-A rank with fewer micro-batches than the others, or with a batch without a loss, still runs all collectives. If passes
-through the model contain collectives, its window is filled up with filler batches, micro-batches of weight 0 (see
-``filler_batches``). Otherwise it joins the reduction of gradients once, by ``Strategy.zero_backward``.
+A rank with fewer micro-batches than the others, or with a batch without a loss, still runs all collectives: filler
+batches of weight 0 if passes contain collectives, else ``Strategy.zero_backward`` for the reduction of gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +23,7 @@ from ..parallel.strategy import StepFunction
 from ..run.overrides import backward_of, weighing
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD, UPDATE
-from .filler_batches import FILLER, lockstep_filler
+from .filler_batches import FILLER, LockstepFiller, lockstep_filler
 from .step_base import TrainingStep
 from .step_output import loss_of, outputs_for_hooks
 from .user_update import UserUpdate
@@ -64,20 +50,20 @@ class AutomaticStep(TrainingStep):
         self.updater = run.updater
         self.updater.defer_scale(False)
         self.optimizer = run.optimizers[0]
-        self.filler = lockstep_filler(run, transfer, windows)
+        self.windows = windows
+        self._use_filler(lockstep_filler(run, transfer, windows))
         self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
         self.forward = self.routed()
         self.backward = backward_of(module, self.strategy)  # an attribute, which the collective trace replaces
         self.scaler, self.has_loss = run.scaler, False
         weigh = weighing(module, self.strategy.part)
         self.batch_weight = weigh and self.meter.adding(weigh)
-        self.totals = ReducedTotals(run, self.filler) if self.is_distributed else LocalTotals()
         self.flags = self._flags()
         update = UserUpdate(run, self.before_update, clipping, self.around_update)
         self.before_zero_grad = run.hooks("on_before_zero_grad")
         self.zero_grad = update.zero_grad
         self.apply = update.apply
-        self.step_schedulers = any(config.interval == "step" for config in run.schedulers)
+        self.step_schedulers = any(each.interval == "step" and not each.needs_metric for each in run.schedulers)
         # With several ranks the hooks of the first batch run before the control reduction starts, so that a signal
         # that they raise is part of it and takes effect in this step instead of the next. Without hooks the reduction
         # starts first, so that it overlaps with the transfer of the batch.
@@ -108,7 +94,9 @@ class AutomaticStep(TrainingStep):
         batches, weights = with_weights(batches, self.batch_weight, samples)
         coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), self.filler)
         fetched, weight = next(coming)
-        batch = self._start(fetched, index) if self.starts_early else FILLER
+        # After a request to stop, which may leave this window out, its hooks come later.
+        starts_early = self.starts_early and not self.triggers.raised
+        batch = self._start(fetched, index) if starts_early else FILLER
         passes = self.totals.open(fetched, weights, size)
         if passes == 0:
             return False
@@ -124,7 +112,7 @@ class AutomaticStep(TrainingStep):
             self.phase[0] = position
             # Reduced only in the last backward pass: a reduction per micro-batch costs more for the same sum.
             self.strategy.sync_gradients(position == final)
-            if position > 0 or not self.starts_early:
+            if position > 0 or not starts_early:
                 batch = self._start(fetched, index + position * stride)
             output, loss = self._forward(batch, index + position * stride)
             if position == 0:
@@ -271,6 +259,18 @@ class AutomaticStep(TrainingStep):
         self.advance(consumed)
 
     # ---- resolved once ---------------------------------------------------------------------------------------------
+
+    def _use_filler(self, filler: LockstepFiller | None) -> None:
+        self.filler = filler
+        self.totals = ReducedTotals(self.run, filler) if self.is_distributed else LocalTotals()
+        self.attendance.let_vary(filler is not None)
+
+    def meet_calls(self) -> None:
+        """Run fillers on ranks without data from now on: the user's step calls collectives, as it did on all ranks."""
+        super().meet_calls()
+        if self.filler is None and self.strategy.window_passes is None:
+            self._use_filler(LockstepFiller(self.run, self.transfer, self.windows, True))
+            self.forward = self.routed()
 
     def _flags(self) -> StepFlags:
         if not self.is_distributed:

@@ -6,8 +6,9 @@
     reduce metrics in one collective -> on_<stage>_epoch_end, which sees them -> on_<stage>_end
 
 Ranks take full batches in turn, composed as one process would compose them, so that a metric has the same value for any
-number of ranks. There are no collectives between batches, so ranks may have different numbers of batches. If the
-strategy's forward passes contain collectives, a rank that has run out of batches runs filler batches.
+number of ranks. There are no collectives between batches, so ranks may have different numbers of batches. A rank that
+has run out of batches answers the collectives that the user's code calls on the others. If the strategy's forward
+passes contain collectives, it runs filler batches instead.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..data.common_stream import compare_streams
 from ..data.evaluation_source import EvaluationSource, NumberedBatches
 from ..diagnostics.isolated_step import fresh, isolated
+from ..distributed.user_collectives import answer
 from ..metrics.metric_entry import Entry
 from ..metrics.metric_log import MetricLog
 from ..metrics.no_log import NoLog
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from .evaluation_metrics import StepMetrics
-from .filler_batches import in_rounds
+from .evaluation_mode import evaluating
+from .filler_batches import as_filler, in_rounds
 
 _PREFIX = {"validate": "validation", "test": "test", "predict": "predict"}
 
@@ -112,7 +114,11 @@ def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]
     # One entry per loader: the dataset indices of this rank's newest batch, or None if they are unknown.
     run.batch_indices[:] = [None for _ in plan.sources]
     refusal = NoLog("predict", "return it from predict_step, or hand it to self.logger")
-    with run.heartbeat.section("evaluation"), evaluating(run, plan), logging_to(run, refusal):
+    with (
+        run.heartbeat.section("evaluation"),
+        evaluating(run, plan),
+        logging_to(run, refusal),
+    ):
         _start(run, plan)
         for index, source in enumerate(plan.sources):
             source.record_indices()
@@ -155,7 +161,8 @@ def _run_loader(
     batch_start = [with_arity(hook, names, given) for hook in run.hooks(f"on_{plan.prefix}_batch_start")]
     batch_end = [with_arity(hook, ("outputs", *names), given + 1) for hook in run.hooks(f"on_{plan.prefix}_batch_end")]
     numbered = source.start(epoch=run.progress.epoch, limit=plan.limits[index])
-    if run.world.size > 1 and run.traits.forward_has_collectives:
+    fills = run.world.size > 1 and run.traits.forward_has_collectives
+    if fills:
         numbered = in_rounds(
             numbered, _certain_count(source, plan.limits[index]), run.world, _idle_step(run, plan, step, index)
         )
@@ -180,6 +187,9 @@ def _run_loader(
             outputs.append((place, on_host(output)))
     if metrics is not None:
         metrics.flush()
+    if run.world.size > 1 and not fills:
+        run.heartbeat.mark_sync_point()
+        answer(run.world)
 
 
 def _compare_ranks(run: Run, plan: EvaluationPlan) -> None:
@@ -220,7 +230,7 @@ def _idle_step(run: Run, plan: EvaluationPlan, step: Callable[..., Any], index: 
     """Return a function that runs a step on a batch and discards its output and logs. Collective if the step is."""
 
     def idle(batch: Any) -> None:
-        with run.strategy.filling(), isolated(run.module):
+        with as_filler(run), isolated(run.module):
             batch = fresh(batch)
             step(batch if plan.transfer is None else plan.transfer(batch, index), 0, index)
 
@@ -243,42 +253,6 @@ def _kept(tensor: Tensor) -> Tensor:
 def _of_loader(reduced: dict[Entry, float], index: int) -> dict[str, float]:
     """Return the metrics of one loader: those logged for it, and those that belong to no loader."""
     return {entry.epoch_name: value for entry, value in reduced.items() if entry.loader in (None, index)}
-
-
-@contextmanager
-def evaluating(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
-    """Prepare the module for evaluation: the buffers of one rank, and averaged weights if there are any."""
-    run.strategy.sync_buffers(run.module)
-    with run.averages.evaluated(), in_evaluation_mode(run, plan):
-        yield
-
-
-@contextmanager
-def in_evaluation_mode(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
-    """Put the module in evaluation mode without gradients; on exit restore the mode of each submodule."""
-    modes = {part: part.training for part in run.module.modules()}
-    own_eval = run.module_hook(f"on_{plan.prefix}_model_eval")
-    for hook in own_eval:
-        hook()
-    if not own_eval:
-        run.module.eval()
-    # A forward pass that gathers parameters leaves inference mode, and could not update the state of a metric that was
-    # reset in it. Layers of a precision may not support it either: torchao's raise NotImplementedError.
-    supported = not run.traits.forward_has_collectives and not run.precision.replaces_layers
-    inference = plan.inference_mode and supported
-    context = torch.inference_mode() if inference else torch.no_grad()
-    run.set_evaluating(True)
-    try:
-        with context:
-            yield
-    finally:
-        run.set_evaluating(False)
-        own_train = run.module_hook(f"on_{plan.prefix}_model_train")
-        for hook in own_train:
-            hook()
-        if not own_train:
-            for part, mode in modes.items():
-                part.training = mode
 
 
 @contextmanager

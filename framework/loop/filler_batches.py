@@ -12,7 +12,8 @@ continue, so loaders may have any length, known or unknown.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,9 +24,10 @@ from ..core.errors import LoopError
 from ..data.accumulation_window import Windows
 from ..diagnostics.isolated_step import fresh, isolated
 from ..distributed.control import Agreement
+from ..distributed.user_collectives import without_values
 from ..distributed.world import World
 from ..parallel.strategy import StepFunction
-from ..parallel.sync_batch_norm import is_collective
+from ..parallel.sync_batch_norm import is_collective, without_rows
 from ..parallel.zero_backward import Calls, CallWatch, zero_gradients
 from ..run.run import Run
 from .step_output import loss_of
@@ -37,6 +39,13 @@ FILLER: Any = object()
 _MAX_LOOKAHEAD = 16
 _OTHER_INDICES = 4
 Numbered = tuple[int, Any]
+
+
+@contextmanager
+def as_filler(run: Run) -> Generator[None, None, None]:
+    """Run a pass that takes part in the collectives of the others, and whose values do not count in them."""
+    with run.strategy.filling(), without_rows(), without_values(run.world):
+        yield
 
 
 class LockstepFiller:
@@ -54,7 +63,7 @@ class LockstepFiller:
         self, run: Run, transfer: Callable[[Any], Any] | None, windows: Windows | None, forward_has_collectives: bool
     ) -> None:
         self._run = run
-        self._filling = run.strategy.filling
+        self._filling = partial(as_filler, run)
         self._transfer = transfer
         self._windows = windows
         self._watch = CallWatch(run.module) if forward_has_collectives else None

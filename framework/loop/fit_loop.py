@@ -21,7 +21,6 @@ knows: ranks that decide differently would call different collectives, and the j
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +34,7 @@ from ..resume.rank_state import redone, rejoin
 from ..run.run import Run
 from .automatic_step import AutomaticStep
 from .evaluation_loop import logging_to
+from .fit_notes import FitNotes
 from .fit_plan import FitPlan, estimate_steps
 from .fit_validation import FitValidation
 from .manual_step import ManualStep
@@ -58,10 +58,12 @@ class FitLoop:
         self._reload: Callable[[], None] | None = None
         self.validation = FitValidation(run, plan, clock)
         self._step_limit = plan.step_limit
-        self._warned_of_no_end = self._compared_ranks = False
+        self._notes = FitNotes(run, plan)
+        self._compared_ranks = False
         self._cut_at: dict[str, Any] | None = None
         """The state of this rank before the end of an epoch that a stop has cut short."""
         run.triggers.sum_up(run.meter)
+        run.allow_stops(self._may_stop_before_step)
         self.ended: EndedFit | None = None
         """The state of the end of the fit, once that is reached."""
 
@@ -90,6 +92,8 @@ class FitLoop:
             run.call("on_fit_start")
         outside = run.module.log_to(run.train_log)
         self.validation.sanity_check()
+        if self.validation.logged is not None:
+            self._notes.after_sanity_check(self.validation.logged)
         run.call("on_train_start")
         agree(self.run)
         if run.progress.epoch_ended:
@@ -141,20 +145,8 @@ class FitLoop:
             self.step.losses.check_epoch(progress.attempts - attempts)
         self._end_epoch(whole)
         self.windows.close()
-        if begins and progress.epoch_ended and progress.global_step == step:
-            self._warn_of_no_end()
-
-    def _warn_of_no_end(self) -> None:
-        """Warn once if an epoch made no optimizer step and only ``max_steps`` limits the run."""
-        plan = self.plan
-        only_steps = plan.epoch_limit == math.inf and plan.step_limit < math.inf
-        if only_steps and self.windows.full != 0 and not self._warned_of_no_end:
-            self._warned_of_no_end = True
-            self.run.note(
-                f"epoch {self.run.progress.epoch} made no optimizer step, and only max_steps={plan.max_steps} ends "
-                "this run: where training_step returns None for every batch, or every update overflows, it never "
-                "reaches this limit. Set max_epochs as well."
-            )
+        if begins and progress.epoch_ended and self.windows.full != 0:
+            self._notes.after_epoch(progress.global_step - step)
 
     def _batches(self) -> bool:
         """Train on the epoch's batches; return whether all of them were used."""
@@ -184,20 +176,29 @@ class FitLoop:
         begin_step = run.heartbeat.step
         one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self.validation.in_epochs
         clock, end_step = time.perf_counter, run.meter.end_step
+        plateaus, is_first = run.has_step_plateaus, True
         # The end of each step records the next position.
         run.heartbeat.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         while progress.global_step < self._step_limit:
             began = clock()
             window = take()
             fetched = clock()
+            if plateaus and window is not None:
+                run.update_plateaus()
             # After fetching, so that the watchdog does not count a wait for data as part of the step.
             begin_step()
             if window is None or not step(*window):
                 run.meter.drop_units()
+                if run.is_stopped:
+                    leave_if_preempted(run)
+                    break
                 if not step.epoch_skipped:
                     self._check_not_empty()
                 return True
             end_step(began, fetched)
+            if is_first:
+                is_first = False
+                self._notes.after_first_step()
             # A skipped update does not increase the step count: the values of this count were published already.
             if progress.global_step % log_every == 0 and progress.global_step != progress.published:
                 self._publish_if_due()
@@ -239,7 +240,8 @@ class FitLoop:
         if whole:
             run.averages.end_epoch(progress.epoch)
             self.windows.finish()
-            self.validation.run_at_epoch_end()
+            self.validation.run_at_epoch_end(None if progress.epoch_cut else self.windows.end)
+        run.update_plateaus()
         before, after = run.hooks_around("on_train_epoch_end")
         # A checkpoint that a hook saves here holds the metrics of before the reduction, which a resumed run repeats:
         # with the reduced values it would count the epoch twice.
@@ -281,6 +283,10 @@ class FitLoop:
         if self.run.preempted_by is not None:
             return not self.run.in_window
         return progress.epochs_done >= (plan.min_epochs or 0) and progress.global_step >= (plan.min_steps or 0)
+
+    def _may_stop_before_step(self) -> bool:
+        # A checkpoint cannot hold the state of a loader that has been read further than the last step.
+        return self._may_stop() and not (self.run.preempted_by is not None and self.windows.source.keeps_state)
 
     def _finished(self) -> bool:
         plan, progress = self.plan, self.run.progress

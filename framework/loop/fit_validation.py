@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from ..distributed.control import Signal
-from ..metrics.monitor import misspelled_metric
 from ..metrics.no_log import NoLog
 from ..resume.preempted_save import agree
 from ..resume.rank_state import redone
@@ -31,7 +30,9 @@ class FitValidation:
         self._clock = clock
         self._last_time = clock()
         self._reload: Callable[[], None] = lambda: None
-        self._expired = False
+        self._expired = self._was_short = False
+        self.logged: set[str] | None = None
+        """The names of the metrics that the sanity check has logged; None without one."""
 
     def reload_data(self, reload: Callable[[], None]) -> None:
         """Request new loaders with this function after ``expire_data``."""
@@ -41,11 +42,24 @@ class FitValidation:
         """Request new loaders before the next validation."""
         self._expired = True
 
-    def run_at_epoch_end(self) -> None:
-        """Validate at the end of an epoch, if the plan says so and no validation has just ended. Collective then."""
-        progress = self.run.progress
-        due = self.plan.validate_at_epoch_end and self._epoch_validates()
-        if due and progress.validated_at != progress.global_batch:
+    def run_at_epoch_end(self, expected: int | None) -> None:
+        """Validate at the end of an epoch, if the plan says so and no validation has just ended. Collective then.
+
+        Args:
+            expected: the number of batches of the epoch by the length of its data; None if unknown.
+        """
+        progress, every = self.run.progress, self.plan.validate_every_batches
+        due = self.plan.validate_at_epoch_end
+        if every is not None and expected is not None and self.plan.check_val_every_n_epoch is not None:
+            # The data has ended before its length: a validation may have been due after its end.
+            due = expected // every > progress.batch_in_epoch // every
+            if due and self._epoch_validates() and not self._was_short:
+                self._was_short = True
+                self.run.note(
+                    f"The training data ended after {progress.batch_in_epoch:,} of the {expected:,} batches of its "
+                    "length, so a validation within the epoch was not reached: it runs at the end of the epoch."
+                )
+        if due and self._epoch_validates() and progress.validated_at != progress.global_batch:
             self.validate()
 
     def _epoch_validates(self) -> bool:
@@ -123,15 +137,5 @@ class FitValidation:
             evaluate(run, trial)
             run.call("on_sanity_check_end")
         run.set_sanity_checking(False)
-        self._report_misspelled_metrics()
+        self.logged = set(run.metrics.view("callback"))
         run.metrics.clear()
-
-    def _report_misspelled_metrics(self) -> None:
-        """Report metrics that callbacks and schedulers need and whose names differ a little from logged ones."""
-        run = self.run
-        needed = [(type(each).__name__, name) for each in run.callbacks for name in each.needed_metrics]
-        needed += [(type(each.scheduler).__name__, str(each.monitor)) for each in run.schedulers if each.needs_metric]
-        logged = run.metrics.view("callback")
-        for who, name in needed:
-            if note := misspelled_metric(who, name, logged):
-                run.note(note)

@@ -77,9 +77,11 @@ class JointStep(AutomaticStep):
         coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), None)
         fetched, _ = next(coming)
         # The part of each micro-batch's weight that is in this rank's part of its sequences.
-        first, shares = self._start(fetched, index), [self.strategy.part.share]
+        starts_early = not self.triggers.raised
+        first = self._start(fetched, index) if starts_early else FILLER
         if self.totals.open(fetched, weights, size) == 0:
             return False
+        first, shares = first if starts_early else self._start(fetched, index), [self.strategy.part.share]
         self.run.begin_window()
         self.has_loss, self.outputs = False, {}
         started = [first] if count else []

@@ -86,7 +86,6 @@ class RecoveringStep(AutomaticStep):
         assert run.strategy.recovery is not None  # see check_recovery
         self.recovery = run.strategy.recovery
         self.late_flags = LateFlags(run.world)
-        self.windows = windows
         self.around_update = self._update_or_repeat
         super().__init__(run, transfer, nonfinite, clipping, windows)
         # A step without collectives has no shorter form.
@@ -96,6 +95,10 @@ class RecoveringStep(AutomaticStep):
         self.exhausted = 0
         """The number of ranks that ran out of memory in the window in progress."""
         self.triggers.on(Signal.OUT_OF_MEMORY, self._shrink_after_update)
+
+    def meet_calls(self) -> None:
+        """Use no fillers, whose passes would contain collectives."""
+        self.attendance.note_call(False)
 
     def __call__(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
         """Run a window until no rank runs out of memory. Collective. See ``AutomaticStep``.

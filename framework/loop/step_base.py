@@ -34,6 +34,8 @@ class TrainingStep:
         self.phase = run.heartbeat.phase
         self.set_position = run.heartbeat.set_position
         self.is_distributed = run.world.size > 1
+        self.attendance = run.world.attendance
+        run.at_end.callback(self.attendance.let_vary, False)
         self.transfer = transfer
         self.batch_start = run.hooks("on_train_batch_start")
         self.batch_end = run.hooks("on_train_batch_end")
@@ -141,6 +143,12 @@ class TrainingStep:
             self._note_flops()
         if self.is_distributed:
             self.pace.updated()
+            if self.attendance.was_called:
+                self.meet_calls()
+
+    def meet_calls(self) -> None:
+        """Prepare for collectives that the user's code has called in this step."""
+        self.attendance.note_call(False)
 
     def _note_flops(self) -> None:
         self.meter.note_flops()

@@ -51,10 +51,11 @@ class ReducedTotals(LocalTotals):
         self._triggers = run.triggers
         self._size = run.world.size
         self._filler = filler
-        self._is_read = False
+        self._agreement: Agreement | None = None
+        self._is_exchanged = False
 
     def open(self, first: Any, weights: Sequence[float], window_size: int) -> int:
-        """Launch the reduction; return the number of passes to run, 0 if no rank has data. Collective.
+        """Launch the reduction; return the number of passes to run, 0 if no rank has data, or to stop. Collective.
 
         If the strategy or a layer requires lockstep, a rank with fewer batches than others gets a filler, a full pass
         of weight 0, for each missing one. Otherwise only a rank without any batch gets one filler, which only takes
@@ -72,8 +73,10 @@ class ReducedTotals(LocalTotals):
         filler, count = self._filler, len(weights)
         progress = self._run.progress
         self._triggers.launch(progress.attempts, sum(weights), count)
-        self._is_read = False
+        self._agreement, self._is_exchanged = None, False
         passes = count
+        if self._triggers.has_sent and self._stops():
+            return 0
         if not count or (filler is not None and (count < window_size or not filler.began)):
             # The number of passes depends on the other ranks, so this wait cannot overlap with a forward pass. Only
             # some ranks read here, while others may be in a forward pass: no other collective may follow.
@@ -96,8 +99,7 @@ class ReducedTotals(LocalTotals):
         Raises:
             DesyncError: on all ranks; they are at different optimizer steps.
         """
-        if not self._is_read:
-            self._read()
+        self._read()
         self._triggers.check_step()
 
     def close(self) -> None:
@@ -107,12 +109,26 @@ class ReducedTotals(LocalTotals):
         ranks that differ in their data run different passes before ``wait``. So this is the first point that all ranks
         reach after the same collectives.
         """
-        self._triggers.exchange()
+        if not self._is_exchanged:
+            self._triggers.exchange()
+        self._is_exchanged = True
         if self._triggers.fired:
             self._triggers.handle()
 
+    def _stops(self) -> bool:
+        """Whether all ranks have requested a stop after the previous window, so this one is left out. Collective then.
+
+        Where only some ranks have raised a trigger, the others learn of it in this window.
+        """
+        if not self._read().all_raised:
+            return False
+        # Every rank is here.
+        self.wait()
+        self.close()
+        return self._run.stops_before_step()
+
     def _read(self) -> Agreement:
-        agreement = self._triggers.agreement()
-        self._is_read = True
-        self.mean_weight = agreement.total_weight / self._size
-        return agreement
+        if self._agreement is None:
+            self._agreement = self._triggers.agreement()
+            self.mean_weight = self._agreement.total_weight / self._size
+        return self._agreement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -9,6 +10,23 @@ from ..core.errors import ConfigurationError, MetricError, did_you_mean
 
 # Names of different metrics of one validation, such as 'val_loss' and 'val_loss_ema', are less similar than this.
 _NEARLY = 0.85
+_HIGHER_IS_BETTER = {
+    "accuracy",
+    "acc",
+    "f1",
+    "auc",
+    "auroc",
+    "ap",
+    "map",
+    "bleu",
+    "rouge",
+    "score",
+    "iou",
+    "miou",
+    "dice",
+}
+_HIGHER_IS_BETTER |= {"precision", "recall", "psnr", "ssim"}
+_LOWER_IS_BETTER = {"loss", "error", "err"}
 
 
 def check_mode(who: str, mode: str) -> None:
@@ -21,6 +39,32 @@ def check_mode(who: str, mode: str) -> None:
         hint = did_you_mean(str(mode), ("min", "max", "minimum", "maximum"))
         meant = hint.replace("imum", "") if hint else ""
         raise ConfigurationError(f"{who}(mode={mode!r}): give 'min' where less is better, or 'max'.{meant}")
+
+
+def given_mode(who: str, mode: str | None) -> str:
+    """Return the mode of a callback that monitors a metric, ``"min"`` by default.
+
+    Raises:
+        ConfigurationError: it is neither ``"min"`` nor ``"max"``.
+    """
+    if mode is None:
+        return "min"
+    check_mode(who, mode)
+    return mode
+
+
+def doubtful_mode(who: str, monitor: str | None, mode: str | None) -> str | None:
+    """Return a note on a metric that is better when it is higher, by its name, where no ``mode`` was given."""
+    if mode is not None or not isinstance(monitor, str):
+        return None
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+\d*", monitor)}
+    words |= {word.rstrip("0123456789") for word in words}
+    if words.isdisjoint(_HIGHER_IS_BETTER) or not words.isdisjoint(_LOWER_IS_BETTER):
+        return None
+    return (
+        f"{who}(monitor={monitor!r}) takes the lowest value for the best, as its mode is 'min' by default: give "
+        "mode='max' if higher values are better, or mode='min' to say that lower ones are."
+    )
 
 
 def is_better(value: float, than: float, mode: str) -> bool:
@@ -40,10 +84,19 @@ def misspelled_metric(who: str, name: str, logged: Iterable[str]) -> str | None:
     )
 
 
+def _stage_of(name: str) -> str:
+    """Return the stage that the name of a metric begins with, such as ``"val"``; empty without one."""
+    stage = re.match(r"(train|val|test)[a-z]*(?![a-z])", name.lower())
+    return stage[1] if stage is not None else ""
+
+
 def missing_metric(who: str, name: str, known: Iterable[str]) -> MetricError:
     """Build the error for a metric that was not logged: closest match first, then what was logged."""
     names = sorted(known)
+    # The same metric of another stage is not a misspelling.
+    stage = _stage_of(name)
+    alike = [other for other in names if _stage_of(other) == stage]
     return MetricError(
-        f"{who} needs the metric {name!r}, which was not logged.{did_you_mean(name, names)} "
+        f"{who} needs the metric {name!r}, which was not logged.{did_you_mean(name, alike)} "
         f"Logged: {', '.join(names) or 'nothing'}."
     )

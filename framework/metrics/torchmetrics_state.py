@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ..core.errors import MetricError
 from ..core.wording import a_type
+from ..distributed.user_collectives import parts_of_ranks
+from ..distributed.world import World
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -184,6 +186,34 @@ def metrics_set_aside(module: nn.Module) -> Generator[None, None, None]:
         for part, states, count, shown in kept:
             _set(part, states, count)
             part._forward_cache = shown
+
+
+class _Gather:
+    """Gathers a state of a metric over ranks, of which some have no batch. Its copy is None, for torchmetrics' own."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        return parts_of_ranks(self._world, state)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def gather_by(module: nn.Module, world: World) -> Callable[[], None]:
+    """Let the metrics of a module that communicate themselves do so by ``world``; return a function that reverts it."""
+    parts = [part for part in _parts(module) if part.dist_sync_fn is None and part.process_group is None]
+    gather = _Gather(world)
+    for part in parts if world.size > 1 else ():
+        part.dist_sync_fn = gather
+
+    def undo() -> None:
+        for part in parts:
+            if part.dist_sync_fn is gather:
+                part.dist_sync_fn = None
+
+    return undo
 
 
 # ---- saving and loading -------------------------------------------------------------------------------------------

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+# A list, so that a context can set it: whether the inputs of this rank are those of a filler, which do not count.
+_filling = [False]
+
+
+@contextmanager
+def without_rows() -> Generator[None, None, None]:
+    """Take part in the exchange of statistics with no rows: this rank runs a filler batch."""
+    before, _filling[0] = _filling[0], True
+    try:
+        yield
+    finally:
+        _filling[0] = before
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -40,13 +54,21 @@ class CollectiveBatchNorm(_BatchNorm):
         if not (self.training and dist.is_initialized()):
             return super().forward(input)
         self._check_input_dim(input)
-        values = input.transpose(0, 1).flatten(1).float()
+        values, fills = input.transpose(0, 1).flatten(1).float(), _filling[0]
+        if fills:
+            # A part without elements stays in the graph, whose backward pass sums over ranks too.
+            values = values[:, :0]
         sums = torch.cat([values.sum(1), values.new_tensor([values.shape[1]])])
         *_, count = total = sum_over_ranks(sums)
+        is_empty = fills and count.item() == 0
+        if is_empty:
+            # All ranks run fillers.
+            count = torch.ones_like(count)
         mean = total[:-1] / count
         # In a second exchange: computing the variance from sums of squares would lose precision.
         variance = sum_over_ranks((values - mean[:, None]).square().sum(1)) / count
-        self._update_running(mean.detach(), (variance * (count / (count - 1).clamp(min=1))).detach())
+        if not is_empty:
+            self._update_running(mean.detach(), (variance * (count / (count - 1).clamp(min=1))).detach())
         shape = [1, -1] + [1] * (input.dim() - 2)
         scale = torch.rsqrt(variance + self.eps)
         shift = -mean * scale
@@ -63,6 +85,25 @@ class CollectiveBatchNorm(_BatchNorm):
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
             self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+class FusedBatchNorm(nn.SyncBatchNorm):
+    """torch's ``SyncBatchNorm``, to whose statistics a filler batch adds no rows. Collective in training mode."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalized input, of the same shape; a filler is returned as it is."""
+        if not (self.training and _filling[0]):
+            return super().forward(input)
+        mean, variance = self.running_mean, self.running_var
+        before = None if mean is None or variance is None else (mean.clone(), variance.clone())
+        # torch exchanges the statistics of other ranks in float32, and those of no rows in the dtype of the input.
+        empty = super().forward(input.float()[:0])
+        if before is not None and mean is not None and variance is not None:
+            # Not a number where all ranks run fillers.
+            is_known = variance.isfinite()
+            for buffer, value in zip((mean, variance), before, strict=True):
+                buffer.copy_(torch.where(is_known, buffer, value))
+        return input + empty.sum().to(input.dtype) * 0.0
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
@@ -90,7 +131,7 @@ def share_batch_statistics(module: nn.Module, device_type: str) -> Callable[[], 
             layer.process_group = None  # type: ignore[assignment]
         # No ordinary way: the user may hold references to the layer and hooks on it, so it has to stay the same object;
         # torch's convert_sync_batchnorm returns a module with new layers.
-        layer.__class__ = nn.SyncBatchNorm if device_type == "cuda" else CollectiveBatchNorm
+        layer.__class__ = FusedBatchNorm if device_type == "cuda" else CollectiveBatchNorm
 
     def undo() -> None:
         for layer, kind in kinds.items():

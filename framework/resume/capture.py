@@ -180,7 +180,7 @@ def place_of(windows: Windows | None) -> dict[str, Any]:
     """Return the position in the data, as a document holds it; ``windows`` may be None outside of a fit."""
     if windows is None:
         return {"position": None, "data": None}
-    place = {"position": windows.position(), "data": windows.source.described()}
+    place = {"position": windows.position(), "data": windows.source.described(), "step_samples": windows.step_samples}
     return place if windows.found_size is None else {**place, "micro_batch_size": windows.found_size}
 
 

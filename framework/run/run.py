@@ -18,6 +18,7 @@ from ..profiling.meter import Meter
 from ..state.average_settings import AverageSettings
 from ..state.weight_average import Average
 from ..state.weight_averages import Averages
+from .learning_rates import LearningRates
 from .overrides import is_overridden, unit_of
 from .run_metrics import RunMetrics
 
@@ -35,12 +36,11 @@ if TYPE_CHECKING:
 Hook = Callable[..., Any]
 
 
-class Run:
+class Run(LearningRates):
     """The state of one stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     seed = 0
     in_window = False
-    schedulers_paused = False
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Run:
         self.accumulation = AccumulationSchedule(1)
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
+        self.used_rates: list[float] = []
         self.schedulers: list[SchedulerConfig] = []
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
@@ -82,6 +83,9 @@ class Run:
         self.metrics = RunMetrics(self.train_log, loggers)
         self.sanity_checking = self.evaluating = self.stop_requested = False
         self.stop_reason: str | None = None
+        self.is_stopped = False
+        """Whether the fit has stopped before a step for which it had taken a batch."""
+        self._may_stop: Callable[[], bool] = lambda: False
         self.preempted_by: tuple[int, str] | None = None
         """The rank that received a preemption signal, and the signal's name."""
         self.resumed: tuple[Path, int] | None = None
@@ -240,6 +244,15 @@ class Run:
         self.stop_requested = True
         self.stop_reason = next((reason for reason in sent.values() if reason), self.stop_reason)
 
+    def allow_stops(self, may_stop: Callable[[], bool]) -> None:
+        """Stop before a step if a stop is requested and this function returns True; the same on all ranks."""
+        self._may_stop = may_stop
+
+    def stops_before_step(self) -> bool:
+        """Return whether the fit stops before the step for which a batch was taken, and record it."""
+        self.is_stopped = self.stop_requested and self._may_stop()
+        return self.is_stopped
+
     # ---- updates --------------------------------------------------------------------------------------------------
 
     def trainability_changed(self) -> None:
@@ -258,32 +271,6 @@ class Run:
     def _toggled(self) -> Sequence[Optimizer]:
         """Return the optimizers whose parameters a step may freeze temporarily."""
         return () if self.module.automatic_optimization else self.optimizers
-
-    def pause_lr_schedulers(self) -> None:
-        """Stop advancing schedulers: a callback sets the learning rates from now on."""
-        self.schedulers_paused = True
-
-    def update_learning_rates(self, interval: str) -> None:
-        """Advance the due schedulers of an interval; under manual optimization the user advances them."""
-        if not self.module.automatic_optimization or self.schedulers_paused:
-            return
-        count = self.progress.global_step if interval == "step" else self.progress.epoch + 1
-        for config in self.schedulers:
-            if config.interval == interval and count % config.frequency == 0:
-                self._advance(config)
-
-    def _advance(self, config: SchedulerConfig) -> None:
-        if not config.needs_metric:
-            self.module.lr_scheduler_step(config.scheduler, None)
-            return
-        known = self.metrics.view("callback")
-        mine = known.get(str(config.monitor)) if not config.strict else self.metrics.monitored(
-            str(config.monitor), type(config.scheduler).__name__
-        )  # fmt: skip
-        # A step's value differs between ranks; the learning rates must be the same on all ranks.
-        metric = self.world.broadcast_object(mine)
-        if metric is not None:
-            self.module.lr_scheduler_step(config.scheduler, metric)
 
     def clip_gradients(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> Tensor | None:
         """Clip an optimizer's gradients if a value is given; return the norm before clipping. Collective."""

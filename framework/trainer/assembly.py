@@ -17,11 +17,13 @@ from ..distributed.seed import seed_rank
 from ..loop import statistics_pass
 from ..metrics.logger_fanout import LoggerFanout
 from ..metrics.no_log import OUTSIDE_LOOPS
+from ..metrics.torchmetrics_state import gather_by
 from ..parallel.compilation import is_compiled_by_user
 from ..parallel.generation import route_generation
 from ..parallel.strategy import Routed
 from ..profiling.flop_count import FlopCount
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
+from ..resume.changed_data import warn_of_other_batch, warn_of_other_data
 from ..resume.checkpoint_saver import Saver
 from ..resume.checkpoint_search import Origin
 from ..resume.data_module_state import restore_data_module
@@ -229,6 +231,7 @@ def _distribute(run: Run, pretrained: LoadPlan | None, training: bool, routed: R
     run.use_optimizers(run.strategy.setup(run.module, run.optimizers, training, routed), run.schedulers)
     load_pretrained(run, pretrained)
     run.at_end.callback(route_generation(run.module, run.strategy, run.fabric.forward_context()))
+    run.at_end.callback(gather_by(run.module, run.world))
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:
@@ -264,14 +267,6 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
     check_closure(run.optimizers[0])
 
 
-def _warn_if_data_changed(run: Run, saved: str | None, current: str | None) -> None:
-    if None not in (saved, current) and saved != current:
-        run.note(
-            f"The checkpoint was saved within an epoch of {saved}; the data has {current} now. The epoch continues at "
-            "the same position, so that samples may be seen twice in it, or not at all."
-        )
-
-
 def _restore(loop: FitLoop, resumption: Resumption, resume_point: Origin) -> None:
     """Restore the run, and the state of this rank, from a checkpoint that matches. Collective."""
     run, source, checkpoint = loop.run, loop.windows.source, resumption.checkpoint
@@ -279,9 +274,10 @@ def _restore(loop: FitLoop, resumption: Resumption, resume_point: Origin) -> Non
     progress = run.progress
     if loop.windows.resumed_at is not None:
         progress.resume_at(source.batches_before(loop.windows.resumed_at))
-        _warn_if_data_changed(run, checkpoint.document.get("data"), source.described())
+        warn_of_other_data(run, checkpoint.document.get("data"), source.described())
     if resume_point.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
+    warn_of_other_batch(run, checkpoint.document, loop.windows.step_samples)
     restore_rank(run, checkpoint, loop.windows)
     run.resume_from(checkpoint.path)
 

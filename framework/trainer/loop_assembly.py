@@ -55,6 +55,11 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
         validation = evaluation_plan(session, "validate", data.evaluation("validate"))
         if validation is not None:
             validation.count_in(run.evaluated_batches)
+        elif not data.provides("validate"):
+            session.note(
+                f"{type(run.module).__name__} has a validation_step, but there is no validation loader, so this fit "
+                "does not validate: give val_dataloaders, or limit_val_batches=0 to say that none is meant."
+            )
     elif is_on and data.provides("validate") and run.module.validation_step is not None:
         session.note(
             f"There is a validation loader, but {type(run.module).__name__} has no validation_step, so this fit does "

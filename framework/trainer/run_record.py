@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ..report.recorder import RunRecorder
 from ..report.series import LEARNING_RATE
+from ..run.learning_rates import rates_of
 from ..system.environment import attempt
 from ..system.processes import peak_resident_bytes, resident_bytes
 from ..watchdog.heartbeat import SECTIONS
@@ -33,10 +33,10 @@ def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
     recorder = RunRecorder(session.directory.path, _View(session, loop).look, begin)
 
     # Not the run, which holds this function: the workers of an interrupted fit would remain until garbage is collected.
-    optimizers = run.optimizers
+    optimizers, used = run.optimizers, run.used_rates
 
     def log(values: Mapping[str, float], step: int) -> None:
-        recorder.log({**values, **_learning_rates(optimizers)}, step)
+        recorder.log({**values, **_learning_rates(optimizers, used)}, step)
 
     run.loggers.observe(log)
     return recorder
@@ -84,12 +84,7 @@ class _View:
         return {"used": used, "host_peak_bytes": peak, "device_peak_bytes": device_peak}
 
 
-def _learning_rates(optimizers: Iterable[Optimizer]) -> dict[str, float]:
-    """Return the learning rate of each optimizer's first group, as the next step uses it."""
-    rates: dict[str, float] = {}
-    for number, optimizer in enumerate(optimizers):
-        rate = optimizer.param_groups[0].get("lr")
-        # A rate on a device is not read: the step would wait for it.
-        if isinstance(rate, float) or (isinstance(rate, Tensor) and rate.is_cpu):
-            rates[LEARNING_RATE + (f"-{number}" if number else "")] = float(rate)
-    return rates
+def _learning_rates(optimizers: Iterable[Optimizer], used: list[float]) -> dict[str, float]:
+    """Return the learning rates of the newest update: ``used``, or those of now if no scheduler has changed them."""
+    rates = enumerate(used or rates_of(optimizers))
+    return {LEARNING_RATE + (f"-{number}" if number else ""): rate for number, rate in rates if rate == rate}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from messages import refuses
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from phalanx import CombinedLoader, DataModule
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError, DataError, UnknownNameError
@@ -214,3 +216,59 @@ def test_a_data_modules_overridden_hooks_are_recognised() -> None:
     assert not Mine().provides("train_dataloader")
     moved = Mine().transfer_batch_to_device({"x": torch.ones(1), "y": "text"}, torch.device("meta"), 0)
     assert (moved["x"].device.type, moved["y"]) == ("meta", "text")
+
+
+def seen_by_ranks(loaders: Any, size: int, mode: str, resume_after: int = 0) -> list[list[Any]]:
+    """Return the rows of each rank, of which the last ones are read after a resumption."""
+    ranks = []
+    for rank in range(size):
+        source = prepare_training(CombinedLoader(loaders(), mode), rank=rank, size=size, seed=0)
+        rows = list(itertools.islice(source.start(0), resume_after or None))
+        if resume_after:
+            position = source.position_after(resume_after)
+            source = prepare_training(CombinedLoader(loaders(), mode), rank=rank, size=size, seed=0)
+            rows += source.start(0, position)
+        ranks.append(rows)
+    return ranks
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("iterates", [False, True])
+@pytest.mark.parametrize(("first", "second"), [(40, 9), (9, 40), (9, 11), (13, 13), (26, 14)])
+def test_each_sample_is_read_where_a_rank_has_no_batch_of_a_loader(
+    size: int, iterates: bool, first: int, second: int
+) -> None:
+    class Stream(IterableDataset[float]):
+        def __iter__(self) -> Iterator[float]:
+            return iter(range(100, 100 + second))
+
+    def loaders() -> list[Any]:
+        other: Any = Stream() if iterates else list(range(100, 100 + second))
+        return [DataLoader(list(range(first)), batch_size=2), DataLoader(other, batch_size=2)]
+
+    ranks = seen_by_ranks(loaders, size, "max_size_cycle")
+    rows = [row for rows in ranks for row in rows if row is not NO_BATCH]
+    for place, wanted in enumerate([range(first), range(100, 100 + second)]):
+        assert {sample for row in rows for sample in row[place].tolist()} == set(wanted)
+    assert len({len(rows) for rows in ranks}) == 1 or iterates
+    for consumed in (1, 2, 4):
+        again = seen_by_ranks(loaders, size, "max_size_cycle", consumed)
+        assert [list(map(str, rows)) for rows in again] == [list(map(str, rows)) for rows in ranks]
+
+
+def test_a_loader_has_ended_where_a_rank_has_no_batch_of_it() -> None:
+    def loaders() -> list[Any]:
+        return [DataLoader(list(range(6)), batch_size=1), DataLoader(list(range(3)), batch_size=1)]
+
+    first, second = seen_by_ranks(loaders, 2, "max_size")
+    assert [None if row[1] is None else int(row[1]) for row in first] == [0, 2, None]
+    assert [None if row[1] is None else int(row[1]) for row in second] == [1, None, None]
+    assert [row is NO_BATCH for row in seen_by_ranks(loaders, 2, "min_size")[1]] == [False, True]
+
+
+def test_a_loader_without_a_batch_for_a_rank() -> None:
+    def loaders() -> list[Any]:
+        return [DataLoader(list(range(6)), batch_size=1), DataLoader([1], batch_size=1)]
+
+    with refuses(DataError, "train_dataloaders[1]"):
+        seen_by_ranks(loaders, 2, "max_size_cycle")

@@ -1,0 +1,27 @@
+"""``Attendance``: whether this rank has values for the collectives that the user's code calls."""
+
+from __future__ import annotations
+
+
+class Attendance:
+    """The state that ``user_collectives`` reads."""
+
+    def __init__(self) -> None:
+        self.varies = False
+        """Whether steps of a Trainer run: ranks may have different numbers of batches."""
+        self.counts = True
+        """Whether the values of this rank count. They do not while it runs a filler batch."""
+        self.was_called = False
+        """Whether the user's code has called a collective since this was last reset."""
+
+    def let_vary(self, varies: bool) -> None:
+        """Expect that ranks have different numbers of batches from now on, or not."""
+        self.varies = varies
+
+    def set_counts(self, counts: bool) -> None:
+        """Let the values of this rank count, or not."""
+        self.counts = counts
+
+    def note_call(self, was_called: bool = True) -> None:
+        """Record that the user's code has called a collective, or reset this."""
+        self.was_called = was_called
