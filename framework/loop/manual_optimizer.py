@@ -15,7 +15,6 @@ from ..core.optimizer_config import parameters_of
 from ..diagnostics.nonfinite_guard import NonFiniteGuard
 from ..parallel.closures import evaluate_once
 from ..parallel.strategy import Traits
-from ..parallel.zero_backward import zero_loss
 from ..run.run import Run
 from .backward_average import BackwardAverage
 
@@ -118,7 +117,7 @@ class ManualOptimizer:
             return
         if self._closes:
             self._run.strategy.sync_gradients(True)
-            self._run.strategy.backward(zero_loss(parameters_of(self.optimizer)))
+            self._run.strategy.reduce_gradients(parameters_of(self.optimizer))
             self.reduced = True
         elif self._average is not None:
             # This rank has run no backward pass for this update; others may have, which are waiting for it.
@@ -146,7 +145,6 @@ class ManualOptimizer:
 def closes_windows(traits: Traits) -> bool:
     """Whether the strategy must know which backward pass is the last one of an update.
 
-    Under manual optimization the last pass is unknown until the optimizer steps. If every rank holds full weights
-    between passes, one more backward pass with gradients of zero, started from the weights, closes the window.
+    Under manual optimization the last pass is unknown until the optimizer steps. ``reduce_gradients`` ends the window.
     """
     return traits.reduces_in_backward and not traits.forward_has_collectives

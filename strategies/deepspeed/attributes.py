@@ -39,7 +39,7 @@ class OriginalAttributes:
 _ON_MODULES = {
     "_external_params", "ds_external_parameters", "all_parameters", "_original_parameters",
     "ds_inflight_param_registry", "ds_id", "ds_recompute_parameters", "ds_grads_remaining", "ds_model_granularity",
-    "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "_ds_child_entered",
+    "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "_ds_child_entered", "__deepcopy__",
 }  # fmt: skip
 _PREFIXES = ("ds_", "_ds_", "_hp_", "_z3_")
 _ON_PARAMETERS = {

@@ -26,7 +26,6 @@ from ...framework.distributed.world import World
 from ...framework.system.environment import library_environment
 from .ops import load_ops
 from .outputs import restore_output_support, support_any_output
-from .torch_clipping import allow_torch_clipping
 
 
 class _NoHints(logging.Filter):
@@ -177,7 +176,6 @@ def release_globals() -> None:
     parameter_offload.FWD_MODULE_STACK.clear()
     utils.os = os
     restore_output_support()
-    allow_torch_clipping()
     linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
     if linear is not None:
         torch.nn.functional.linear = linear

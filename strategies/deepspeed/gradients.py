@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -17,15 +18,13 @@ class EngineGradients(GradientOperations):
     Args:
         name: the name of the strategy, for errors.
         update: the engine's update; None if no module is trained, then all operations raise.
-        trained: the ``id`` of each parameter that the engine trains.
     """
 
     clips_by_value = False
 
-    def __init__(self, name: str, update: EngineUpdate | None = None, trained: Set[int] = frozenset()) -> None:
+    def __init__(self, name: str, update: EngineUpdate | None = None) -> None:
         self._name = name
         self._update = update
-        self._trained = trained
 
     @property
     def update(self) -> EngineUpdate:
@@ -44,19 +43,12 @@ class EngineGradients(GradientOperations):
         """Multiply all gradients, regardless of ``parameters``: at once in stage 1 in bf16, else in the next step."""
         self.update.scale(factor)
 
-    def full(self, parameter: Tensor) -> Tensor | None:
+    def full(self, parameter: Any) -> Tensor | None:
         """Return the full gradient of a parameter, gathered. Collective.
 
-        It is available between the backward pass that ends a window and the update. A parameter unused in the window
-        has a gradient of zero.
+        It is available between a backward pass and the update. A parameter unused in the window has a gradient of zero.
         """
-        update = self.update
-        if id(parameter) not in self._trained or not update.holds_gradients or not update.ends_window:
-            return None
-        from deepspeed.utils import safe_get_full_grad
-
-        gradient = safe_get_full_grad(parameter)
-        return None if gradient is None else update.unscaled(gradient)
+        return self.update.full(parameter)
 
     def are_finite(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the gradient norm, which the next step needs anyway, is finite. Collective."""

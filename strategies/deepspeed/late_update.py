@@ -13,17 +13,20 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from ...framework.core.errors import ConfigurationError
 from ...framework.core.patches import patch
 from ...framework.parallel.recovery import Recovery, Repeat
+from .access import engine_runs
 from .optimizer import Following
+from .state import EngineState
 from .update import EngineUpdate
 
 
 class LateUpdate(EngineUpdate):
     """Keeps gradients on each rank until ``reduce``, and can repeat the step of the engine's optimizer."""
 
-    def __init__(self, engine: Any, following: Following) -> None:
-        super().__init__(engine, following)
+    def __init__(self, engine: Any, following: Following, state: EngineState) -> None:
+        super().__init__(engine, following, state)
         engine.enable_backward_allreduce = False
         self._stage.keep_gradients()
         self._set_boundary(False)
@@ -39,7 +42,15 @@ class LateUpdate(EngineUpdate):
         """Average the gradients of the window over all ranks. Collective."""
         self.holds_gradients = True
         self._set_boundary(True)
-        self._stage.reduce(self.engine)
+        with engine_runs:
+            self._stage.reduce(self.engine)
+
+    def _close(self) -> None:
+        raise ConfigurationError(
+            "parameter.grad was read before the last backward pass of a window that can be repeated when memory is "
+            "short, where each rank has gradients of its own: read it in on_before_optimizer_step, or leave "
+            "recovery from shortage of memory out."
+        )
 
     def step(self) -> bool:
         """Update the weights; return whether the update was applied. Collective."""

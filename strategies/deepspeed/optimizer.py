@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
@@ -88,6 +88,31 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOp
         raise ConfigurationError(
             f"{name} cannot be offloaded as the config's zero_force_ds_cpu_optimizer asks: use torch.optim.AdamW or "
             "Adam, or set it to false, which steps torch's own on the CPU."
+        )
+
+
+def check_one_dtype(module: nn.Module, optimizer: Optimizer, computes: torch.dtype | None, strategy: str) -> None:
+    """Refuse trained parameters of several dtypes, which the engine would convert to one.
+
+    Args:
+        module: the module of the parameters, for their names.
+        optimizer: its optimizer.
+        computes: the dtype to which a mixed precision converts all of them; None for fp32, which converts none.
+        strategy: the name of the strategy.
+
+    Raises:
+        ConfigurationError: naming a parameter of each dtype.
+    """
+    trained = {id(one) for _, parameters in trained_groups(optimizer) for one in parameters}
+    found: dict[torch.dtype, str] = {}
+    for name, parameter in module.named_parameters():
+        if id(parameter) in trained and not (computes is not None and parameter.is_floating_point()):
+            found.setdefault(parameter.dtype, name)
+    if len(found) > 1 or any(dtype.is_complex for dtype in found):
+        shown = " and ".join(f"'{name}' in {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
+        raise ConfigurationError(
+            f"strategy={strategy!r} trains parameters of one real dtype, and the module has {shown}: convert them to "
+            "one dtype, or use strategy='ddp'."
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -53,6 +54,13 @@ def local_piece(parameter: Any, world: World) -> tuple[Tensor, int]:
     """Return this rank's piece of a split parameter, in the dtype to compute in, and its start."""
     start, length = even_piece(parameter.ds_numel, world)
     return parameter.ds_tensor.detach().narrow(0, 0, length), start
+
+
+@torch.no_grad()
+def keep_equal(exact: Tensor, rounded: Tensor) -> None:
+    """Replace the elements of an fp32 tensor that, rounded, do not equal those of another tensor."""
+    rounded = rounded.to(exact.device)
+    exact.copy_(torch.where(exact.to(rounded.dtype) == rounded, exact, rounded.to(exact.dtype)))
 
 
 # Classes of DeepSpeed that step the inner optimizer in the calling thread. ZenFlow and SuperOffload step in

@@ -21,13 +21,14 @@ from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import supplied_names
 from ...framework.parallel.strategy import StepFunction
+from .access import LentGradients, engine_runs, unwatch, watch
 from .arguments import ZeroOptions
 from .attributes import OriginalAttributes
 from .config import engine_config
 from .engine import backend, converter, start_engine, stop_engine, use_local_device
 from .late_update import LateUpdate
 from .ops import needed_ops
-from .optimizer import Following, engine_optimizer, engine_size
+from .optimizer import Following, check_one_dtype, engine_optimizer, engine_size
 from .outputs import OutputAdapter
 from .pieces import FlatGroups
 from .setup import (
@@ -40,8 +41,9 @@ from .setup import (
     restore_classes,
     split_parameters,
 )
-from .state import EngineState, refuse_empty_state
-from .torch_clipping import refuse_torch_clipping
+from .sharded import Gathering
+from .sharded_refusals import no_copy, refuse_empty_state, same_layers
+from .state import EngineState
 from .update import EngineUpdate
 
 
@@ -74,6 +76,7 @@ class EngineSession:
         self._classes: dict[nn.Module, type[nn.Module]] = {}
         self._handles: list[RemovableHandle] = []
         self._trainable: list[tuple[str, nn.Parameter, bool]] = []
+        self._watched: list[nn.Parameter] = []
         self._swap_folder: Path | None = None
 
     # ---- start ----------------------------------------------------------------------------------------------------
@@ -96,6 +99,8 @@ class EngineSession:
             ConfigurationError: the engine does not support the optimizer, or rank 0 has no data for a parameter.
         """
         compute_dtype = self._compute_dtype if optimizers else None
+        for optimizer in optimizers:
+            check_one_dtype(module, optimizer, compute_dtype, f"zero{self._options.stage}")
         if self._options.stage == 3:
             origins = Origins(module, optimizers, self._world, deferred, supplied_names(module, supplied))
         self._record_and_freeze(module, optimizers)
@@ -147,14 +152,20 @@ class EngineSession:
             inner = engine_optimizer(optimizers[0], self._options) if optimizers else None
             self._engine = start_engine(self._adapter, inner, config)
         if self._options.stage == 3:
-            self._adapter.hook_tensors(getattr(self._engine.optimizer, "parameter_offload", self._engine.optimizer))
+            offload = getattr(self._engine.optimizer, "parameter_offload", self._engine.optimizer)
+            self._adapter.hook_tensors(offload)
             self._handles = refuse_empty_state(module)
+            for part in module.modules():
+                part.__deepcopy__ = no_copy(part)  # type: ignore[assignment]
         groups = FlatGroups(self._engine, self._world)
         self.state = EngineState(groups, load_full_precision(groups, module, fp32_weights, self._world), self._world)
+        if self._options.stage == 3:
+            self.state.use(Gathering(module, self._world, offload))
         if optimizers:
             self._classes = allow_exact_statistics(module) if self._compute_dtype is not None else {}
-            self.update = self._update_class(self._engine, Following(optimizers[0], groups.inner))
-            refuse_torch_clipping()
+            self.update = self._update_class(self._engine, Following(optimizers[0], groups.inner), self.state)
+        self._watched = list(module.parameters())
+        watch(self._watched, LentGradients() if self.update is None else self.update.lent)
 
     def _sized_config(self, module: nn.Module, training: bool) -> dict[str, Any]:
         sizes = [engine_size(parameter) for parameter in module.parameters()]
@@ -188,7 +199,7 @@ class EngineSession:
         adapter = self._adapter
         routed, unpack = partial(self._engine, step), adapter.unpack
         if training:
-            return lambda *args, **kwargs: unpack(routed(*args, **kwargs))
+            return same_layers(lambda *args, **kwargs: unpack(routed(*args, **kwargs)))
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             if adapter.is_running:
@@ -243,7 +254,10 @@ class EngineSession:
         gathers = self._options.gather_weights if self._options.stage == 3 else "all"
         if self.state is None or self._original is None or gathers == "none":
             return False
-        gather_weights(module, self.state, self._original.dtypes, gathers == "all" or self._world.is_global_zero)
+        self.state.take_edits()
+        self.state.stop_gathering()
+        with engine_runs:
+            gather_weights(module, self.state, self._original.dtypes, gathers == "all" or self._world.is_global_zero)
         return True
 
     def stop(self, module: nn.Module | None) -> None:
@@ -253,6 +267,9 @@ class EngineSession:
             module: the module if it has full weights: DeepSpeed's attributes are removed from it; None leaves it as it
                 is.
         """
+        unwatch(self._watched)
+        if self.state is not None:
+            self.state.stop_gathering()
         restore_classes(self._classes)
         for handle in self._handles:
             handle.remove()

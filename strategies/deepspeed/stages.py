@@ -1,174 +1,26 @@
-"""Operations on gradients that differ between the three optimizers of DeepSpeed's engine.
+"""Operations on gradients in stage 3 and in stage 1 in bf16; those of stages 1 and 2 are in ``split_gradients.py``.
 
-``SplitGradients`` belongs to stages 1 and 2, ``SplitParameters`` to stage 3, ``WholeGradients`` to stage 1 in bf16. The
-attributes read here are private to DeepSpeed; they were checked with 0.19.8.
+The attributes read here are private to DeepSpeed; they were checked with 0.19.8.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Set
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .reduction_stream import order_reductions
+from .split_gradients import SplitGradients
+from .stage_base import Scaling, UseOfParameters, arrived_twice
 
 
-class Scaling(Protocol):
-    """The part of ``EngineUpdate`` that a stage uses."""
-
-    zero: Any
-
-    def norm(self) -> Tensor:
-        """Return the norm of all gradients, a 0-d tensor; infinite if it is not finite. Collective."""
-
-    def known_norm(self) -> Tensor | None:
-        """Return the norm including the loss scale if it was computed since the last backward pass, else None."""
-
-    def scale_by_loss_scale(self, factor: float) -> None:
-        """Multiply gradients through the loss scale that the next step divides by."""
-
-    def scale_norm(self, factor: float | Tensor) -> None:
-        """Scale the cached norm with gradients that were multiplied."""
-
-
-class SplitGradients:
-    """Stages 1 and 2."""
-
-    def __init__(self, update: Scaling) -> None:
-        self.update, self.zero = update, update.zero
-        self._compute = self.zero.scaled_global_norm
-        self.zero.scaled_global_norm = self._norm_of_step
-        self._mine = (
-            {
-                self.zero.get_param_id(parameter): (group, parameter)
-                for group, parameters in enumerate(self.zero.params_in_partition)
-                for parameter in parameters
-            }
-            if self.zero.cpu_offload
-            else {}
-        )
-        self._reduced: dict[int, list[Tensor]] = {}
-        self._flat_partition = self.zero.get_flat_partition
-        self.zero.get_flat_partition = self._keep_reduced
-
-    def _keep_reduced(self, *args: Any, param_group_idx: int, **options: Any) -> Any:
-        self._reduced[param_group_idx] = self.zero.all_grad_tensors[param_group_idx]
-        return self._flat_partition(*args, param_group_idx=param_group_idx, **options)
-
-    def reopen(self) -> None:
-        """Let the next backward pass add to reduced gradients: DeepSpeed would replace them."""
-        zero = self.zero
-        if not self._mine:
-            zero.all_grad_tensors.update(self._reduced)
-            return
-        kept, accumulated = zero.accumulated_grads_in_cpu, zero._offload_accumulated_param_ids
-        for number, (group, parameter) in self._mine.items():
-            if zero._use_compact_grad_partition_buffer(group) or number not in zero.norm_for_param_grads:
-                continue
-            _, source, start, length = (int(one) for one in zero.grad_position[number])
-            if number not in accumulated:
-                found = zero.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, start, length)
-                if zero.low_precision_master_weights_and_grads:
-                    kept[number] = found
-                else:
-                    kept.setdefault(number, torch.zeros(parameter.numel(), dtype=parameter.dtype, device=zero.device))
-                    kept[number].narrow(0, source, length).copy_(found)
-                accumulated.add(number)
-        # The pass that ends the window next writes them, and `complete` those of parameters that it leaves unused.
-        zero.norm_for_param_grads = {}
-
-    def release(self) -> None:
-        """Drop references to gradients, which the engine frees in its step."""
-        self._reduced.clear()
-
-    def keep_gradients(self) -> None:
-        """Add up the gradients of backward passes on each rank, until ``reduce``."""
-        zero = self.zero
-        # In stage 2, gradients of a lower dtype would be added up in that dtype.
-        zero.use_grad_accum_attribute = zero.use_separate_grad_accum
-        zero.process_gradients = self._keep_gradient
-
-    def _keep_gradient(self, parameter: Tensor, group: int) -> None:
-        if self.zero.use_grad_accum_attribute:
-            self.zero._fill_param_grad_accum_attribute(parameter)
-
-    def reduce(self, engine: Any) -> None:
-        """Average the gradients that were kept, as the hooks and the end of a backward pass do. Collective."""
-        zero = self.zero
-        zero.set_gradient_accumulation_boundary(True)
-        zero.setup_buckets()
-        name = "grad_accum" if zero.use_grad_accum_attribute else "grad"
-        for number, group in enumerate(zero.bit16_groups):
-            for parameter in group:
-                if not parameter.requires_grad:
-                    continue
-                if getattr(parameter, name) is None:
-                    # Other ranks may have used it, and all reduce the same buckets.
-                    setattr(parameter, name, torch.zeros_like(parameter, dtype=zero._gradient_reduction_buffer_dtype()))
-                # With the copy in the bucket, the gradient's own memory is freed.
-                zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, number)
-        zero.overlapping_partition_gradients_reduce_epilogue()
-
-    def _norm_of_step(self, norm_type: float = 2) -> Any:
-        known = self.update.known_norm()
-        # The step looks at it once to find an overflow, and again to clip: on the host only the copy waits.
-        return (self._compute(norm_type) if known is None else known).cpu()
-
-    def raw_norm(self) -> Any:
-        self.zero._wait_for_offload_copies()
-        return self._compute()
-
-    def scale(self, factor: float) -> None:
-        self.update.scale_by_loss_scale(factor)
-
-    def clip(self, max_norm: float) -> None:
-        self.zero.clip_grad = max_norm
-
-    def clear_unused(self) -> None:
-        """Zero stale gradients of the last update for parameters without a gradient in this one so far."""
-        kept = self.zero.accumulated_grads_in_cpu if self._mine else {}
-        used = self.zero._offload_accumulated_param_ids if kept else set()
-        for number in kept.keys() - used if len(used) < len(kept) else ():
-            kept[number].zero_()
-
-    def complete(self) -> None:
-        """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
-        zero = self.zero
-        if not self._mine or len(zero.norm_for_param_grads) == len(self._mine):
-            return
-        for number, (group, parameter) in self._mine.items():
-            if number in zero.norm_for_param_grads:
-                continue
-            if number not in zero._offload_accumulated_param_ids:
-                _, _, start, length = zero.grad_position[number]
-                zero.single_partition_of_fp32_groups[group].grad.narrow(0, int(start), int(length)).zero_()
-            elif zero._use_compact_grad_partition_buffer(group):
-                zero.copy_grads_in_partition(parameter, group)
-            else:
-                zero._restore_cpu_offload_grad_to_gpu(parameter)
-                zero.set_norm_for_param_grad_in_gpu(parameter)
-                zero.update_offload_overflow_tracker_for_param_grad(parameter)
-                zero.async_inplace_copy_grad_to_fp32_buffer_from_gpu(parameter)
-
-    def drop(self) -> None:
-        zero = self.zero
-        self.release()
-        zero.micro_step_id = -1
-        zero.zero_grad(set_to_none=True)
-        zero._release_preflattened_grad_buffers()
-        if zero.cpu_offload:
-            zero._offload_accumulated_param_ids = set()
-            zero.reset_cpu_buffers()
-        for kept in (zero.averaged_gradients, zero.all_grad_tensors):
-            for group in kept:
-                kept[group] = None
-
-
-class SplitParameters:
+class SplitParameters(UseOfParameters):
     """Stage 3."""
 
     def __init__(self, update: Scaling) -> None:
+        super().__init__(one for group in update.zero.fp16_groups for one in group)
         self.update, self.zero = update, update.zero
         self._compute = self.zero._get_norm_groups
         self.zero._get_norm_groups = self._norms_of_step
@@ -181,6 +33,37 @@ class SplitParameters:
         }
         self._gradients = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         self._stream = order_reductions(self.zero)
+        self._reduce_one = self.zero.reduce_ready_partitions_and_remove_grads
+        self.zero.reduce_ready_partitions_and_remove_grads = self._arrive
+        self._arrived: set[int] = set()
+
+    def begin_pass(self) -> None:
+        """Forget the gradients that the last backward pass has reduced."""
+        self._arrived.clear()
+
+    def _arrive(self, parameter: Tensor) -> None:
+        if id(parameter) in self._arrived:
+            names = {id(one): name for name, one in self.update.engine.module.module.named_parameters()}
+            raise arrived_twice(names[id(parameter)], 3)
+        self._arrived.add(id(parameter))
+        self._used.add(id(parameter))
+        self._reduce_one(parameter)
+
+    def reduce(self, engine: Any) -> None:
+        """Complete the gradients, which backward passes have reduced."""
+        self.complete()
+
+    def write(self, parameter: Any, gradient: Tensor) -> None:
+        """Replace the gradient of a parameter."""
+        from deepspeed.utils import safe_set_local_grad
+
+        size = parameter.partition_numel()
+        start = min(size * self.zero._get_param_partition_rank(parameter), gradient.numel())
+        piece = gradient.reshape(-1)[start : start + size]
+        if parameter.ds_id in self._mine:
+            # Later backward passes add to this tensor, which an offloaded gradient is a copy of.
+            self._gradients[parameter.ds_id].view(-1).narrow(0, 0, piece.numel()).copy_(piece)
+        safe_set_local_grad(parameter, torch.nn.functional.pad(piece, (0, size - piece.numel())))
 
     def _norms_of_step(self) -> list[Any]:
         known = self.update.known_norm()
@@ -239,6 +122,35 @@ class WholeGradients:
 
     def __init__(self, update: Scaling) -> None:
         self.update, self.zero = update, update.zero
+        self._places = {
+            id(one): (number, place)
+            for number, group in enumerate(self.zero.bf16_groups)
+            for place, one in enumerate(group)
+        }
+
+    def mark(self, parameter: Tensor, used: bool) -> None:
+        """Record whether a parameter has a gradient."""
+        group, place = self._places[id(parameter)]
+        self.zero.fp32_groups_has_gradients[group][place] = used
+
+    def unused(self) -> Set[int]:
+        """Return the ``id`` of each parameter that has none."""
+        has = self.zero.fp32_groups_has_gradients
+        if all(map(all, has)):
+            return frozenset()
+        return frozenset(key for key, (group, place) in self._places.items() if not has[group][place])
+
+    def forget_use(self) -> None:
+        """Do nothing: the engine does it."""
+
+    def write(self, parameter: Any, gradient: Tensor) -> None:
+        """Replace the gradient of a parameter."""
+        group, place = self._places[id(parameter)]
+        buffer = self.zero.fp32_groups_gradients[group][place]
+        buffer.copy_(gradient.reshape(buffer.shape))
+
+    def begin_pass(self) -> None:
+        """Do nothing: full gradients are added up in any order."""
 
     def keep_gradients(self) -> None:
         """Do nothing: only passes that end a window reduce gradients."""

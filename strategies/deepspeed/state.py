@@ -12,23 +12,28 @@ Private to DeepSpeed, and checked with 0.19.8: ``ds_tensor.status``, ``nvme_swap
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import operator
+from collections.abc import Iterator, Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from ...framework.checkpoint.stored_tensor import HeldTensor, StoredTensor, StoredTensors
+from ...framework.checkpoint.stored_tensor import StoredTensor, StoredTensors
 from ...framework.checkpoint.write_plan import Shard
-from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.distributed.world import World
-from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored
+from ...framework.parallel.canonical_state import CanonicalState, Slots
 from ...framework.parallel.parameter_names import state_tensors
-from .pieces import FlatGroups, Piece, even_piece, full_shape, is_split, local_piece
+from .piece_steps import PieceSteps
+from .pieces import FlatGroups, Piece, even_piece, full_shape, is_split, keep_equal, local_piece
+from .state_slots import counts_in_ints, filled_slots, reads_step_on_device, saved_slot, step_counter
+
+if TYPE_CHECKING:
+    from .sharded import Gathering
+
+_VERSION = operator.attrgetter("_version")
 
 
 class PartitionedState(CanonicalState):
@@ -50,6 +55,53 @@ class EngineState(PartitionedState):
         self.groups = groups
         self.exact = exact
         self.world = world
+        self.gathering: Gathering | None = None
+        """Gathers parameters of stage 3 for user code."""
+        self.piece_steps: PieceSteps | None = None
+        """Steps on pieces, once a parameter had no gradient in a window."""
+        # Of parameters that are split, every change is written at once.
+        self._parameters = [] if groups.stage3 else [piece.parameter for group in groups.groups for piece in group]
+        self._seen = self._changes()
+
+    # ---- changes by the user --------------------------------------------------------------------------------------
+
+    def _changes(self) -> int:
+        # torch counts the changes in place of each tensor; DeepSpeed's own are changes of other tensors.
+        return sum(map(_VERSION, self._parameters))
+
+    def take_edits(self) -> None:
+        """Copy the elements of parameters that the user has changed into the master weights."""
+        if self.gathering is not None:
+            self.gathering.take_back()
+        elif self._changes() != self._seen:
+            self._seen = self._changes()
+            self._merge()
+
+    def use(self, gathering: Gathering) -> None:
+        """Write changes of parameters that are split through this object."""
+        self.gathering = gathering
+
+    def stop_gathering(self) -> None:
+        """Make parameters of stage 3 ordinary ones again."""
+        if self.gathering is not None:
+            self.gathering.stop()
+            self.gathering = None
+
+    def leave_out(self, unused: Set[int]) -> None:
+        """Leave parameters without a gradient, by ``id``, out of the next update."""
+        if self.piece_steps is None and unused and self.groups.stepping is not None:
+            self.piece_steps = PieceSteps(self.groups)
+        if self.piece_steps is not None:
+            self.piece_steps.leave_out(unused)
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        for number, pieces in enumerate(self.groups.groups):
+            with self.groups.opened(number, write=True) as (flat, _):
+                for piece in pieces:
+                    if piece.length:
+                        mine = piece.parameter.detach().reshape(-1).narrow(0, piece.start, piece.length)
+                        keep_equal(flat.narrow(0, piece.offset, piece.length), mine)
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
@@ -59,6 +111,7 @@ class EngineState(PartitionedState):
         Parameters that are not trained and that every rank holds in full are left out. Use a piece before the next one
         is requested: it may be in a buffer that is reused.
         """
+        self.take_edits()
         for piece, master in self.groups.masters():
             yield piece.parameter, piece.start, master
         for parameter in module.parameters():
@@ -71,8 +124,12 @@ class EngineState(PartitionedState):
     def _untrained(self, parameter: Any) -> tuple[Tensor, int] | None:
         exact = self.exact.get(id(parameter))
         if exact is not None:
-            count = torch.Size(full_shape(parameter)).numel()
-            return exact, even_piece(count, self.world)[0]
+            start, length = even_piece(torch.Size(full_shape(parameter)).numel(), self.world)
+            split = is_split(parameter)
+            mine = self._in_memory(parameter).ds_tensor if split else parameter.detach().reshape(-1)[start:]
+            # The user may have changed the parameter, as one who updates a teacher by hand does.
+            keep_equal(exact, mine[:length])
+            return exact, start
         return local_piece(self._in_memory(parameter), self.world) if is_split(parameter) else None
 
     @staticmethod
@@ -100,17 +157,38 @@ class EngineState(PartitionedState):
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
-        """Yield each parameter that has state, and this rank's pieces of its slots."""
+        """Yield each parameter that has state, and this rank's pieces of its slots. Collective."""
+        counts = self._counts()
         for number, pieces in enumerate(self.groups.groups):
             with self.groups.opened(number) as (flat, slots):
                 if not slots:
                     continue
                 swapped = self.groups.swapped(number)
                 for piece in pieces:
-                    yield (
-                        piece.parameter,
-                        {slot: _saved_slot(slot, value, flat, piece, swapped) for slot, value in slots.items()},
-                    )
+                    count = counts[id(piece.parameter)]
+                    if count >= 0:
+                        own = {**slots, "step": count} if "step" in slots else slots
+                        yield (
+                            piece.parameter,
+                            {slot: saved_slot(slot, value, flat, piece, swapped) for slot, value in own.items()},
+                        )
+
+    def _counts(self) -> dict[int, float]:
+        """Return the number of updates of each parameter, by ``id``: 0 if it is not counted, -1 without state."""
+        found = []
+        for number, pieces in enumerate(self.groups.groups):
+            state = self.groups.inner.state.get(self.groups.flats[number], {})
+            for piece in pieces:
+                step = state.get("step", 0) if state else None
+                if self.piece_steps is not None:
+                    step = self.piece_steps.step_of(piece.parameter, step)
+                # A rank without elements of a parameter does not know.
+                found.append(-2.0 if not piece.length else -1.0 if step is None else float(step))
+        counts = torch.tensor(found, device=self.world.device)
+        if self.world.size > 1 and found:
+            self.world.all_reduce(counts, "max")
+        parameters = [piece.parameter for pieces in self.groups.groups for piece in pieces]
+        return dict(zip(map(id, parameters), counts.tolist(), strict=True))
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer | None:
         """Return DeepSpeed's optimizer if it steps in this thread, else None."""
@@ -166,7 +244,8 @@ class EngineState(PartitionedState):
             theirs = [(piece, slots.get(id(piece.parameter), {})) for piece in pieces]
             with self.groups.opened(number, write=True) as (flat, own):
                 key = self.groups.flats[number]
-                fresh = _filled_slots(theirs, flat, own, counts_in_ints(inner), reads_step_on_device(inner))
+                self._load_steps(theirs, flat)
+                fresh = filled_slots(theirs, flat, own, counts_in_ints(inner), reads_step_on_device(inner))
                 if fresh:
                     inner.state[key] = fresh
                 else:
@@ -177,82 +256,16 @@ class EngineState(PartitionedState):
             self.groups.zero._hp_optimizer_states_linked = False
             relink()
 
-
-def refuse_empty_state(module: nn.Module) -> list[RemovableHandle]:
-    """Let ``state_dict`` raise while a parameter is sharded: it would hold tensors without elements.
-
-    Returns:
-        The handles of the hooks, one for each part of the module that has parameters.
-    """
-    owners = [part for part in module.modules() if part._parameters]
-    return [part.register_state_dict_pre_hook(_check_full) for part in owners]
-
-
-def _check_full(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if keep_vars:
-        # The parameters themselves are asked for, by code that knows them to be sharded.
-        return
-    for name, parameter in module._parameters.items():
-        if parameter is not None and is_split(parameter) and parameter.numel() < math.prod(full_shape(parameter)):
-            raise ConfigurationError(
-                f"state_dict() of {type(module).__name__} would hold '{prefix}{name}' without elements: the strategy "
-                "shards parameters over the ranks: save the module itself, with fabric.save(path, {'model': model}) "
-                "or fabric.save_model(model, directory), and in a Trainer with trainer.save_checkpoint(path)."
-            )
-
-
-def counts_in_ints(optimizer: Any) -> bool:
-    """Whether an optimizer counts its steps in ints, as DeepSpeed's Adams do, and not in tensors as torch's."""
-    return hasattr(optimizer, "adam_w_mode")
-
-
-def reads_step_on_device(optimizer: Optimizer) -> bool:
-    """Whether kernels of an optimizer of torch read its step counters, which must then be on their device."""
-    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-
-
-def _saved_slot(slot: str, value: Any, flat: Tensor, piece: Piece, swapped: bool) -> Any:
-    """Return one parameter's value of a slot, as a checkpoint holds it."""
-    if slot == "step":
-        return torch.tensor(float(value), dtype=torch.float32)
-    if isinstance(value, Tensor) and value.dim() and value.numel() == flat.numel():
-        part = value.detach().narrow(0, piece.offset, piece.length)
-        return Shard.flat(part.clone() if swapped else part, full_shape(piece.parameter), piece.start)
-    return value
-
-
-def _filled_slots(
-    theirs: Sequence[tuple[Piece, Slots]], flat: Tensor, own: Mapping[str, Any], ints: bool, fused: bool
-) -> dict[str, Any]:
-    """Return the state of a flat group, filled with the pieces of its parameters.
-
-    Args:
-        theirs: the pieces of the group, each with the stored slots of its parameter.
-        own: the state that the flat tensor has now, whose memory is reused.
-        ints: whether the optimizer counts steps in ints.
-        fused: whether its kernel reads the counter, which must then be on the device of the flat tensor.
-    """
-    filled: dict[str, Any] = {}
-    steps = [float(slots["step"]) for _, slots in theirs if slots.get("step") is not None]
-    if steps:
-        # DeepSpeed has one counter for the group: a parameter that joined later counts as if it had always been there.
-        on_device = fused and flat.device.type != "cpu"
-        device = flat.device if on_device else torch.device("cpu")
-        filled["step"] = int(max(steps)) if ints else torch.tensor(max(steps), dtype=torch.float32, device=device)
-    for piece, slots in theirs:
-        for slot, value in slots.items():
-            if slot == "step" or value is None:
-                continue
-            if isinstance(value, Tensor) and not full_shape(piece.parameter):
-                # A parameter without dims has moments without dims, which a checkpoint stores like numbers.
-                value = HeldTensor(value)
-            if not is_stored(value):
-                filled.setdefault(slot, value)
-                continue
-            if slot not in filled:
-                present: Any = own.get(slot)
-                reusable = isinstance(present, Tensor) and present.numel() == flat.numel()
-                filled[slot] = present.zero_() if reusable else torch.zeros_like(flat)
-            if piece.length:
-                filled[slot].narrow(0, piece.offset, piece.length).copy_(value.read_flat(piece.start, piece.length))
-    return filled
+    def _load_steps(self, theirs: Sequence[tuple[Piece, Slots]], flat: Tensor) -> None:
+        """Load the step counters of a group one by one, if they are not all the same."""
+        counts = {float(slots["step"]) if slots.get("step") is not None else bool(slots) for _, slots in theirs}
+        if self.groups.stepping is None or (len(counts) < 2 and self.piece_steps is None):
+            return
+        if self.piece_steps is None:
+            self.piece_steps = PieceSteps(self.groups)
+        inner = self.groups.inner
+        for piece, slots in theirs:
+            step = slots.get("step")
+            if step is not None:
+                step = step_counter(float(step), flat, counts_in_ints(inner), reads_step_on_device(inner))
+            self.piece_steps.load(piece.parameter, step, bool(slots))

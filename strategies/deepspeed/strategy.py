@@ -47,7 +47,9 @@ class DeepSpeedStrategy(Strategy):
     """Trains through DeepSpeed's engine with ZeRO stage 1, 2 or 3; see ``ZeroArguments`` for the arguments.
 
     ``torch.optim.Adam`` and ``AdamW`` step in torch's fused form, or in DeepSpeed's CPU form if state is offloaded.
-    Parameters unused in a window have a gradient of zero, as flat updates cannot leave them out.
+    ``parameter.grad`` is the full gradient between a backward pass and the update, gathered when it is read. Updates
+    leave out parameters without a gradient, and what user code writes into weights stays. Under stage 3 an operation on
+    a parameter outside its layer gathers it, so that all ranks must call it.
 
     Raises:
         ConfigurationError: arguments contradict one another, or the config contains a setting that phalanx decides.
@@ -162,7 +164,7 @@ class DeepSpeedStrategy(Strategy):
             self.traits = replace(self.traits, backward_has_collectives=False)
         if session.state is not None:
             self.state = session.state
-            self.gradients = EngineGradients(self.name, session.update, session.state.groups.trained)
+            self.gradients = EngineGradients(self.name, session.update)
         if training:
             # Schedulers count the calls of step of the user's optimizer, which the engine never calls: without the
             # count they would warn.
@@ -219,13 +221,13 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients that were kept until now; else the pass that ended the window has done so. Collective."""
+        """Average gradients, unless the pass that ended the window has done so. Collective."""
         if self._update is not None:
             self._update.reduce()
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop gradients that no update has used; an update drops its own."""
-        if self._update is not None and self._update.holds_gradients:
+        if self._update is not None:
             self._update.drop()
 
     def step(self, optimizer: Optimizer) -> bool:

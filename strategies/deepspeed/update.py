@@ -14,17 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...framework.core.errors import LoopError
+from .access import LentGradients, engine_runs
 from .optimizer import Following
+from .pieces import full_shape
 from .stages import stage_of
+from .state import EngineState
 
 
 class EngineUpdate:
     """Operations on an engine's gradients between the last backward pass of a window and the next window."""
 
-    def __init__(self, engine: Any, following: Following) -> None:
+    def __init__(self, engine: Any, following: Following, state: EngineState) -> None:
         self.engine = engine
         self.zero = engine.optimizer
         self.follow = following
+        self.state = state
+        self.lent = LentGradients(self._visible, self._replace, lambda: self.holds_gradients)
+        """The gradients that ``parameter.grad`` has given to the user."""
         self.holds_gradients = False
         """Whether a backward pass has begun since the last update."""
         self.ends_window = True
@@ -37,6 +44,7 @@ class EngineUpdate:
         self._running = False
         self._running_outside = False
         self._reduced = False
+        self._applied = False
         self._prologue = self.zero.backward_prologue
         self.zero.backward_prologue = self._begin_outside
         self.zero.register_grad_acc_post_hook(self._end_outside)
@@ -49,19 +57,25 @@ class EngineUpdate:
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Add the gradients of a loss, which the engine scales in fp16 and reduces. Collective."""
-        self._begin()
-        self._running = True
-        try:
-            with kept_counts(self.engine.module) if options.get("retain_graph") else nullcontext():
-                self.engine.backward(loss, scale_wrt_gas=False, **options)
-        finally:
-            self._running = False
-        self._end()
+        with engine_runs:
+            self._begin()
+            self._running = True
+            try:
+                with kept_counts(self.engine.module) if options.get("retain_graph") else nullcontext():
+                    self.engine.backward(loss, scale_wrt_gas=False, **options)
+            finally:
+                self._running = False
+            self._end()
 
     def reduce(self) -> None:
-        """Do nothing: the backward pass that ends a window has reduced the gradients."""
+        """End the window if no backward pass has. Collective."""
+        if not self._reduced:
+            with engine_runs:
+                self._close()
 
     def _begin(self) -> None:
+        self._take_back()
+        self._applied = False
         # Before the pass, which may fail after it has added some gradients.
         self.holds_gradients = True
         # The engine counts backward passes by forward passes: without this, the second pass through one forward pass,
@@ -74,6 +88,7 @@ class EngineUpdate:
         if self._reduced:
             self._reduced = False
             self._stage.reopen()
+        self._stage.begin_pass()
         self._prologue()
 
     def _end(self) -> None:
@@ -97,8 +112,62 @@ class EngineUpdate:
             self._running_outside = False
             self._end()
 
+    # ---- the gradient of one parameter ----------------------------------------------------------------------------
+
+    def full(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the full gradient of a parameter, gathered; None if there is none. Collective."""
+        if id(parameter) not in self.state.groups.trained or not self.holds_gradients:
+            return None
+        if parameter in self.lent:
+            return self.lent.get(parameter)
+        with engine_runs:
+            if not self.ends_window:
+                self._close()
+            from deepspeed.utils import safe_get_full_grad
+
+            gradient = safe_get_full_grad(parameter)
+        return None if gradient is None else self.unscaled(gradient)
+
+    def _visible(self, parameter: nn.Parameter) -> Tensor | None:
+        if self._running or self._running_outside:
+            return None
+        if self._applied and id(parameter) in self.state.groups.trained:
+            raise LoopError(
+                "parameter.grad was read after an update, in which DeepSpeed's engine has used the gradients up: read "
+                "it before, in a Trainer in on_before_optimizer_step and in a Fabric before optimizer.step()."
+            )
+        gradient = self.full(parameter)
+        # A parameter that this rank has not used may have a gradient from another one.
+        unused = gradient is not None and id(parameter) in self._stage.unused() and not gradient.any()
+        return None if unused else gradient
+
+    def _replace(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if id(parameter) not in self.state.groups.trained:
+            return
+        self._stage.mark(parameter, gradient is not None)
+        if gradient is None:
+            gradient = torch.zeros(full_shape(parameter), device=self.state.world.device)
+        scale = self._scale()
+        self._stage.write(parameter, gradient.float() if scale == 1.0 else gradient.float() * scale)
+
+    def _take_back(self) -> None:
+        if len(self.lent):
+            with engine_runs:
+                self.lent.take_back()
+            self._forget_norm()
+
+    def _close(self) -> None:
+        """End the window here: reduce what was added up so far. Later passes add to it. Collective."""
+        self.sync(True)
+        self._begin()
+        self._stage.reduce(self.engine)
+        self._end()
+
+    # ---- all gradients --------------------------------------------------------------------------------------------
+
     def norm(self) -> Tensor:
         """Return the norm of all gradients, a 0-d tensor; infinite if it is not finite. Collective."""
+        self._take_back()
         if self._raw is None:
             self._raw = torch.as_tensor(self._stage.raw_norm(), dtype=torch.float32)
         return self._without_scale(self._raw)
@@ -125,11 +194,13 @@ class EngineUpdate:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor: at once in stage 1 in bf16, else with effect in the next step."""
+        self._take_back()
         self._stage.scale(factor)
 
     def clip(self, max_norm: float) -> None:
         """Scale gradients so that their norm is at most ``max_norm``: at once in stage 1 in bf16, else in the next
         step."""
+        self._take_back()
         self._stage.clip(max_norm)
 
     def unscaled(self, gradient: Tensor) -> Tensor:
@@ -141,24 +212,33 @@ class EngineUpdate:
         """Update the weights; return whether the update was applied. Collective."""
         # The user's schedulers change the groups of the user's optimizer, which the engine does not read.
         self.follow()
+        self._take_back()
+        self.state.take_edits()
+        self.state.leave_out(self._stage.unused())
         self._stage.release()
-        self.engine.step()
+        with engine_runs:
+            self.engine.step()
+        self._stage.forget_use()
         if self._factor != 1.0:
             self._factor = 1.0
             self.zero.custom_loss_scaler = False
         self.zero.clip_grad = 0.0
         self._forget_norm()
         self.holds_gradients = self._reduced = False
-        self._first = True
+        self._first = self._applied = True
         # False if the gradients have overflowed under the engine's own loss scale.
         applied: bool = self.engine.was_step_applied()
         return applied
 
     def drop(self) -> None:
         """Drop gradients that no update has used."""
+        self.lent.forget()
+        self._applied = False
         if not self.holds_gradients:
             return
-        self._stage.drop()
+        with engine_runs:
+            self._stage.drop()
+        self._stage.forget_use()
         if self._factor != 1.0:
             self._factor = 1.0
             self.zero.custom_loss_scaler = False

@@ -30,7 +30,7 @@ from phalanx.strategies.deepspeed.build import ensure_ops, missing_ops, op_folde
 from phalanx.strategies.deepspeed.engine import release_globals, use_local_device
 from phalanx.strategies.deepspeed.ops import needed_ops
 from phalanx.strategies.deepspeed.pieces import Piece
-from phalanx.strategies.deepspeed.state import _filled_slots, reads_step_on_device
+from phalanx.strategies.deepspeed.state_slots import filled_slots, reads_step_on_device
 from phalanx.strategies.deepspeed.toolchain import check_toolchain, missing_tools, require_deepspeed
 
 BUILDS = "import pathlib; open('builds', 'a').write('x'); pathlib.Path('cpu_adam.so').write_text('')"
@@ -444,5 +444,5 @@ def test_a_restored_step_is_where_the_kernel_reads_it(group: dict[str, bool], de
     flat = torch.zeros(2, device="meta")
     piece = Piece(parameter, 0, 0, 2)
     fused = reads_step_on_device(optimizer)
-    filled = _filled_slots([(piece, {"step": torch.tensor(3.0)})], flat, {}, ints=False, fused=fused)
+    filled = filled_slots([(piece, {"step": torch.tensor(3.0)})], flat, {}, ints=False, fused=fused)
     assert filled["step"].device.type == device_type

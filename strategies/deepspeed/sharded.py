@@ -1,0 +1,239 @@
+"""Parameters of ZeRO stage 3: whatever user code does with one, it does with the full parameter.
+
+DeepSpeed leaves a parameter without elements wherever its module does not run. Here an operation on it gathers it
+first, on all ranks, which call the same operations. What an operation has changed is written to the pieces of the
+ranks, and the parameter is released again, unless a tensor that shares its memory was returned (``parameter.data``, a
+view), or a backward pass will need it.
+
+``ds_status``, ``ds_active_sub_modules`` and ``ds_inflight_param_registry`` are DeepSpeed's, checked with 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...framework.distributed.world import World
+from .access import engine_runs
+from .pieces import full_shape, keep_equal, local_piece
+
+_WHOLE = "AVAILABLE"
+# What is the same for a parameter with and without elements.
+_SHAPES = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.stride,
+    Tensor.__len__,
+}
+_ATTRIBUTES = {"__get__", "__set__", "__delete__"}
+_OF_VALUES = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
+_WITHOUT_VALUES = {
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.element_size,
+    Tensor.retain_grad,
+    Tensor.__hash__,
+}
+# In DeepSpeed's set of the modules that use a parameter: one that it does not release before the update.
+_UNTIL_UPDATE = "the backward pass"
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter that is gathered where an operation outside of DeepSpeed needs it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation on full parameters. Collective if one of them is not here."""
+        kwargs = kwargs or {}
+        with engine_runs:
+            if func in _WITHOUT_VALUES or _is_attribute(func):
+                return func(*args, **kwargs)
+            if func in _SHAPES:
+                return func(_with_shape(args[0]), *args[1:], **kwargs)
+            return _run(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return an ordinary parameter with the full values. Collective."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+
+class Gathering:
+    """The parameters of one module that are gathered for user code.
+
+    Args:
+        module: the user's module.
+        world: the ranks.
+        offload: DeepSpeed's object that gathers the parameters of modules.
+    """
+
+    def __init__(self, module: nn.Module, world: World, offload: Any) -> None:
+        self._world = world
+        self._offload = offload
+        self._lent: dict[int, Any] = {}
+        self._parameters = [one for one in module.parameters() if type(one) is nn.Parameter]
+        for parameter in self._parameters:
+            # No ordinary way: the user's objects, which optimizers and modules hold, must become guarded ones.
+            parameter.__class__ = ShardedParameter
+            _GATHERING[id(parameter)] = self
+        offload.pre_sub_module_forward_function = self._quiet(offload.pre_sub_module_forward_function)
+        offload.post_sub_module_forward_function = self._quiet(offload.post_sub_module_forward_function)
+        offload.post_sub_module_backward_function = self._quiet(offload.post_sub_module_backward_function)
+        self._before_backward = self._quiet(offload.pre_sub_module_backward_function)
+        offload.pre_sub_module_backward_function = self._begin_backward
+
+    def stop(self) -> None:
+        """Make the parameters ordinary ones again."""
+        for parameter in self._parameters:
+            _GATHERING.pop(id(parameter), None)
+            if type(parameter) is ShardedParameter:
+                # No ordinary way: the user's objects get their own class back.
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def _quiet(self, function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def run(module: nn.Module) -> None:
+            if self._lent:
+                self.take_back()
+            with engine_runs:
+                function(module)
+
+        return run
+
+    def _begin_backward(self, module: nn.Module) -> None:
+        self._before_backward(module)
+        if torch.is_grad_enabled():
+            # create_graph=True: the pass through this pass needs the parameters again.
+            for parameter in module.parameters(recurse=False):
+                hold(parameter)
+
+    def gather(self, parameter: Any) -> bool:
+        """Gather a parameter; return whether it was not here. Collective."""
+        coming = self._offload.module.ds_inflight_param_registry
+        if parameter in coming:
+            # DeepSpeed is gathering it ahead of its module, perhaps together with others.
+            coming.pop(parameter).wait()
+        if parameter.ds_status.name == _WHOLE:
+            return False
+        parameter.all_gather()
+        return True
+
+    def lend(self, parameter: Any) -> None:
+        """Leave a parameter gathered, as the user has a tensor that shares its memory, until DeepSpeed's next call."""
+        self._lent[id(parameter)] = parameter
+
+    def is_lent(self, parameter: Any) -> bool:
+        """Whether the user may have a tensor that shares the parameter's memory."""
+        return id(parameter) in self._lent
+
+    def take_back(self) -> None:
+        """Write lent parameters to the pieces of the ranks, and release those that no module is using."""
+        lent = list(self._lent.values())
+        self._lent.clear()
+        with engine_runs:
+            for parameter in lent:
+                if parameter.ds_status.name == _WHOLE:
+                    self.write(parameter)
+                    self.release(parameter)
+
+    @torch.no_grad()
+    def write(self, parameter: Any) -> None:
+        """Write the values of a gathered parameter to this rank's pieces of it."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+        piece, start = local_piece(parameter, self._world)
+        mine = parameter.data.reshape(-1).narrow(0, min(start, parameter.data.numel()), piece.numel())
+        # With a copy, since DeepSpeed returns the tensor itself where it can.
+        master = safe_get_local_fp32_param(parameter) if parameter.requires_grad else None
+        if master is not None:
+            keep_equal(master.narrow(0, 0, piece.numel()), mine)
+            safe_set_local_fp32_param(parameter, master)
+        piece.copy_(mine)
+        # ZeRO++'s second copy inside a node, which DeepSpeed makes again.
+        parameter.ds_secondary_tensor = None
+        if parameter.ds_tensor.final_location is not None and not parameter.ds_active_sub_modules:
+            # On a disk: DeepSpeed writes it there when it is split again.
+            parameter.partition(has_been_updated=True)
+
+    def release(self, parameter: Any) -> None:
+        """Release a parameter, unless a module or a backward pass needs it or it is small and always here."""
+        in_use = parameter.ds_active_sub_modules or parameter.ds_persist
+        if parameter.ds_status.name == _WHOLE and not in_use:
+            parameter.partition()
+
+
+_GATHERING: dict[int, Gathering] = {}
+
+
+def hold(parameter: Any) -> None:
+    """Leave a parameter gathered until the next update."""
+    parameter.ds_active_sub_modules.add(_UNTIL_UPDATE)
+
+
+def _is_attribute(func: Any) -> bool:
+    return func.__name__ in _ATTRIBUTES and func not in _SHAPES and func.__self__ not in _OF_VALUES
+
+
+def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    used = [(one, _GATHERING[id(one)]) for one in _sharded(args) if id(one) in _GATHERING]
+    used += [(one, _GATHERING[id(one)]) for one in _sharded(kwargs.values()) if id(one) in _GATHERING]
+    fetched = [gathering.gather(parameter) for parameter, gathering in used]
+    versions = [parameter._version for parameter, _ in used]
+    result = func(*args, **kwargs)
+    outputs = list(_tensors(result))
+    for (parameter, gathering), was_absent, version in zip(used, fetched, versions, strict=True):
+        others = [one for one in outputs if one is not parameter]
+        if was_absent and parameter.requires_grad and any(_is_in_graph(one) for one in others):
+            hold(parameter)
+        if any(_shares(one, parameter) for one in others):
+            gathering.lend(parameter)
+        if parameter._version != version:
+            gathering.write(parameter)
+        if was_absent and not gathering.is_lent(parameter):
+            gathering.release(parameter)
+    return result
+
+
+def _is_in_graph(one: Tensor) -> bool:
+    # A view of a parameter requires gradients under torch.no_grad too.
+    return torch.is_grad_enabled() and one.requires_grad
+
+
+def _shares(one: Tensor, parameter: Tensor) -> bool:
+    if _is_in_graph(one) and not one._is_view():
+        return False
+    return one.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() != 0
+
+
+def _sharded(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if type(value) is ShardedParameter:
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _sharded(value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _with_shape(parameter: Any) -> Tensor:
+    return torch.empty(full_shape(parameter), dtype=parameter.dtype, device="meta")

@@ -1,0 +1,69 @@
+"""Refusals of what a module cannot do while stage 3 shards its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ...framework.core.errors import ConfigurationError, LoopError
+from .pieces import full_shape, is_split
+
+
+def refuse_empty_state(module: nn.Module) -> list[RemovableHandle]:
+    """Let ``state_dict`` raise while a parameter is sharded: it would hold tensors without elements.
+
+    Returns:
+        The handles of the hooks, one for each part of the module that has parameters.
+    """
+    owners = [part for part in module.modules() if part._parameters]
+    return [part.register_state_dict_pre_hook(_check_full) for part in owners]
+
+
+def _check_full(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if keep_vars:
+        # The parameters themselves are asked for, by code that knows them to be sharded.
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None and is_split(parameter) and _is_empty(parameter):
+            raise ConfigurationError(
+                f"state_dict() of {type(module).__name__} would hold '{prefix}{name}' without elements: the strategy "
+                "shards parameters over the ranks: save the module itself, with fabric.save(path, {'model': model}) "
+                "or fabric.save_model(model, directory), and in a Trainer with trainer.save_checkpoint(path)."
+            )
+
+
+def _is_empty(parameter: Any) -> bool:
+    return parameter.ds_status.name != "AVAILABLE" and math.prod(full_shape(parameter)) > 0
+
+
+def no_copy(part: nn.Module) -> Callable[[Any], Any]:
+    """Return the ``__deepcopy__`` of a module whose layers gather their parameters."""
+
+    def refuse(memo: Any) -> Any:
+        raise ConfigurationError(
+            f"copy.deepcopy of {type(part).__name__} is not possible under ZeRO stage 3, whose engine is in the hooks "
+            "of the layers: copy the module before the set-up, or copy single parameters."
+        )
+
+    return refuse
+
+
+def same_layers(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``step`` with an error of its own where DeepSpeed finds that the ranks ran different layers before it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except RuntimeError as error:
+            if not str(error).startswith("Detected a disagreement on list contents"):
+                raise
+            raise LoopError(
+                "the ranks ran different layers in the last step, and ZeRO stage 3 gathers the weights of each layer "
+                "on all of them: run the same layers on all ranks, or use strategy='zero2'."
+            ) from error
+
+    return run

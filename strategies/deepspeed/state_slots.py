@@ -1,0 +1,76 @@
+"""The slots of DeepSpeed's optimizers as checkpoints hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...framework.checkpoint.stored_tensor import HeldTensor
+from ...framework.checkpoint.write_plan import Shard
+from ...framework.parallel.canonical_state import Slots, is_stored
+from .pieces import Piece, full_shape
+
+
+def counts_in_ints(optimizer: Any) -> bool:
+    """Whether an optimizer counts its steps in ints, as DeepSpeed's Adams do, and not in tensors as torch's."""
+    return hasattr(optimizer, "adam_w_mode")
+
+
+def reads_step_on_device(optimizer: Optimizer) -> bool:
+    """Whether kernels of an optimizer of torch read its step counters, which must then be on their device."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def saved_slot(slot: str, value: Any, flat: Tensor, piece: Piece, swapped: bool) -> Any:
+    """Return one parameter's value of a slot, as a checkpoint holds it."""
+    if slot == "step":
+        return torch.tensor(float(value), dtype=torch.float32)
+    if isinstance(value, Tensor) and value.dim() and value.numel() == flat.numel():
+        part = value.detach().narrow(0, piece.offset, piece.length)
+        return Shard.flat(part.clone() if swapped else part, full_shape(piece.parameter), piece.start)
+    return value
+
+
+def step_counter(count: float, flat: Tensor, ints: bool, fused: bool) -> Any:
+    """Return a step counter as an optimizer counts; see ``filled_slots`` for the arguments."""
+    device = flat.device if fused and flat.device.type != "cpu" else torch.device("cpu")
+    return int(count) if ints else torch.tensor(count, dtype=torch.float32, device=device)
+
+
+def filled_slots(
+    theirs: Sequence[tuple[Piece, Slots]], flat: Tensor, own: Mapping[str, Any], ints: bool, fused: bool
+) -> dict[str, Any]:
+    """Return the state of a flat group, filled with the pieces of its parameters.
+
+    Args:
+        theirs: the pieces of the group, each with the stored slots of its parameter.
+        own: the state that the flat tensor has now, whose memory is reused.
+        ints: whether the optimizer counts steps in ints.
+        fused: whether its kernel reads the counter, which must then be on the device of the flat tensor.
+    """
+    filled: dict[str, Any] = {}
+    steps = [float(slots["step"]) for _, slots in theirs if slots.get("step") is not None]
+    if steps:
+        # DeepSpeed has one counter for the group; `PieceSteps` has those of parameters that differ.
+        filled["step"] = step_counter(max(steps), flat, ints, fused)
+    for piece, slots in theirs:
+        for slot, value in slots.items():
+            if slot == "step" or value is None:
+                continue
+            if isinstance(value, Tensor) and not full_shape(piece.parameter):
+                # A parameter without dims has moments without dims, which a checkpoint stores like numbers.
+                value = HeldTensor(value)
+            if not is_stored(value):
+                filled.setdefault(slot, value)
+                continue
+            if slot not in filled:
+                present: Any = own.get(slot)
+                reusable = isinstance(present, Tensor) and present.numel() == flat.numel()
+                filled[slot] = present.zero_() if reusable else torch.zeros_like(flat)
+            if piece.length:
+                filled[slot].narrow(0, piece.offset, piece.length).copy_(value.read_flat(piece.start, piece.length))
+    return filled
