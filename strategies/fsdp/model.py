@@ -35,13 +35,16 @@ from .boxes import local_of, whole_of_parts
 from .experts import ExpertMeshes, divide, expert_layers, shard_placement
 from .full_updates import FullUpdates
 from .gathering import prepare_gathering
+from .hooks import GradientHooks
 from .initial import Origins, Source, allocate_buffers, check_buffers, put_shard, take_away
 from .module_gradients import ModuleGradients
-from .outside import Context, OutsideCalls, explain_sharded
+from .ordinary import Ordinary, full_value
+from .outside import Context, OutsideCalls
 from .state import carry_slots, shard_slots
 from .tensor import split_layers, tie_again
 from .undo import Footprint
 from .units import Units, check_parameters, find_units, prefetch, without_shared
+from .written import carry_writes
 
 
 @dataclass
@@ -100,6 +103,7 @@ class ShardedModel:
             self._split(sources, sharding.tensor_mesh)
         undos = [] if meshes is None else divide(self._experts, meshes)
         self._shard(sources)
+        self.hooks = GradientHooks()
         self._fill(sources, origins)
         check_buffers(computed)
         self.full_updates = [FullUpdates(part, world) for part in full]
@@ -113,6 +117,9 @@ class ShardedModel:
         self._unreduced = False
         self._trainable = self._trainables()
         prepare_gathering(self.parts)
+        carry_writes(self.parts, self.root, any(part._compiled_call_impl for part in module.modules()))
+        meshes = {each.device_mesh for each in module.parameters() if isinstance(each, DTensor)}
+        self._ordinary = Ordinary(meshes, world)
         self.outside = OutsideCalls(self.root, sharding.context, self.reshard)
         self.gradients = ModuleGradients(module, self.parts, self._in_forward, self.reshard)
 
@@ -173,6 +180,7 @@ class ShardedModel:
             whole = origins.value(source.name, source.given)
             parameter = put_shard(source, whole, device, self.world)
             del whole  # before the next one takes memory
+            self.hooks.carry(source.given, parameter)
             for optimizer in self._optimizers:
                 if id(source.given) in self._keep_full:
                     carry_slots(optimizer, source.given, parameter)
@@ -194,6 +202,7 @@ class ShardedModel:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Reduce gradients in the next backward passes, or only accumulate them locally."""
+        enabled = enabled or bool(self.hooks)
         if enabled != self.syncs:
             self.syncs = enabled
             for part in self.parts:
@@ -205,7 +214,12 @@ class ShardedModel:
         if inside and loss.requires_grad:
             # Otherwise gradients of the root are reduced only if a unit takes part.
             loss.register_hook(self._state._pre_backward)
-        loss.backward(**options)
+        with Ordinary.paused():
+            if self.hooks:
+                self.hooks.begin()
+            loss.backward(**options)
+            if self.hooks:
+                self.hooks.end()
         self._unreduced = not self.syncs
         if inside:
             self.root.unshard()
@@ -237,13 +251,13 @@ class ShardedModel:
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Run a step that a backward pass follows."""
         self.outside.begin_step()
+        within_update = Ordinary.resume()
         try:
-            return self.root(*arguments, **options)
-        except RuntimeError as error:
-            explain_sharded(error, self.module)
-            raise
+            return full_value(self.root(*arguments, **options))
         finally:
             self.outside.end_step()
+            if within_update:
+                Ordinary.pause()
 
     def evaluate(self, step: StepFunction, *arguments: Any, **options: Any) -> Any:
         """Run a step without a backward pass after it; free the parameters that it has gathered."""
@@ -265,6 +279,7 @@ class ShardedModel:
         self.reshard()
         self.outside.ignore()
         self.gradients.release()
+        self._ordinary.release()
         for updates in self.full_updates:
             updates.release()
         for restore in self._plain_forwards:

@@ -35,6 +35,7 @@ from .gradients import ShardedGradients
 from .initial import move_buffers
 from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_degrees
 from .model import ShardedModel, Sharding
+from .ordinary import Ordinary
 from .quantized import check_blocks
 from .recovery import ShardedRecovery, UniformModel, recovery_of_shards
 from .staged import sharded_stages
@@ -206,6 +207,7 @@ class FSDPStrategy(Strategy):
         self.state = ShardedState(self.world, self._sharded.reshard, self._sharded.full_updates)
         self.sync_buffers(module)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
+        self._stop_hooks += [each.register_step_post_hook(_computes_as_usual) for each in optimizers]
         if routed is Routed.STEP:
             self._stop_hooks += [each.register_step_post_hook(self._after_update) for each in optimizers]
         return list(optimizers)
@@ -218,6 +220,7 @@ class FSDPStrategy(Strategy):
         """Free parameters that a forward pass without backward has left gathered, as they would miss the update."""
         if self._sharded is not None:
             self._sharded.reshard()
+        Ordinary.pause()
 
     def _after_update(self, *_: Any) -> None:
         """Gather parameters again that the rest of the step may use (manual optimization). Collective."""
@@ -295,3 +298,8 @@ class FSDPStrategy(Strategy):
             sharded.take_off()
             if self.world.size == 1:
                 sharded.gather(everywhere=True)
+
+
+def _computes_as_usual(*_: Any) -> None:
+    """Let operations on shards mean those on full tensors again, after an update."""
+    Ordinary.resume()
