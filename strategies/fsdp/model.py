@@ -32,6 +32,7 @@ from ...framework.parallel.strategy import StepAdapter, StepFunction
 from ..limits import updates_full_parameters
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts
 from .boxes import local_of, whole_of_parts
+from .dtypes import modules_of_other_dtypes
 from .experts import ExpertMeshes, divide, expert_layers, shard_placement
 from .full_updates import FullUpdates
 from .gathering import prepare_gathering
@@ -40,6 +41,7 @@ from .initial import Origins, Source, allocate_buffers, check_buffers, put_shard
 from .module_gradients import ModuleGradients
 from .ordinary import Ordinary, full_value
 from .outside import Context, OutsideCalls
+from .passes import PassChecks
 from .state import carry_slots, shard_slots
 from .tensor import split_layers, tie_again
 from .undo import Footprint
@@ -110,6 +112,7 @@ class ShardedModel:
         # torch would do this in the first forward pass: done here, its errors appear in set-up.
         self._state._lazy_init()
         self._footprint.close()
+        self._footprint.allow_copies()
         prefetch(self.root, list(self.units), sharding.prefetch)
         self._plain_forwards = [*(checkpoint_forward(part) for part in self.checkpointed), *undos]
         self.parts: list[FSDPModule] = [part for part in self.root.modules() if isinstance(part, FSDPModule)]
@@ -118,6 +121,7 @@ class ShardedModel:
         self._trainable = self._trainables()
         prepare_gathering(self.parts)
         carry_writes(self.parts, self.root, any(part._compiled_call_impl for part in module.modules()))
+        self._checks = PassChecks(self.parts)
         meshes = {each.device_mesh for each in module.parameters() if isinstance(each, DTensor)}
         self._ordinary = Ordinary(meshes, world)
         self.outside = OutsideCalls(self.root, sharding.context, self.reshard)
@@ -140,8 +144,10 @@ class ShardedModel:
         sharding = self.sharding
         inside = {part for layer in self._experts for part in layer.modules()}
         units = [unit for unit in self.units if unit not in inside]
-        units, left, shared = without_shared(self.module, [*units, *self._experts])
-        self.units = units = [unit for unit in units if unit not in inside]
+        others = modules_of_other_dtypes(self.module, [*units, *self._experts])
+        units, left, shared = without_shared(self.module, [*units, *self._experts, *others])
+        units = [unit for unit in units if unit not in inside]
+        self.units = [unit for unit in units if unit not in others]
         pinned = self.world.device.type == "cuda"
         arguments: dict[str, Any] = {
             "mesh": sharding.mesh,
@@ -220,6 +226,7 @@ class ShardedModel:
             loss.backward(**options)
             if self.hooks:
                 self.hooks.end()
+        self._checks.forget()
         self._unreduced = not self.syncs
         if inside:
             self.root.unshard()
@@ -272,6 +279,7 @@ class ShardedModel:
         """Free gathered parameters, so that the module holds the sharded parameters that optimizers update."""
         for part in self.parts:
             part.reshard()
+        self._checks.forget()
         self.outside.watch()  # what runs later in the same step gathers its parameters again
 
     def take_off(self) -> None:

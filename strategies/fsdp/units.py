@@ -60,7 +60,7 @@ def check_parameters(module: nn.Module) -> None:
     """Check that every parameter can be sharded.
 
     Raises:
-        ConfigurationError: a parameter has no dims, is trained without elements, or has an unknown shape.
+        ConfigurationError: a parameter has no dims, is trained without elements, is complex, or has an unknown shape.
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -72,6 +72,11 @@ def check_parameters(module: nn.Module) -> None:
             raise ConfigurationError(
                 f"{name} has no elements, so torch cannot reduce its gradient: freeze it, which changes nothing, or "
                 "use strategy='ddp'."
+            )
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ConfigurationError(
+                f"{name} is complex, and torch reduces sharded gradients as real numbers: keep real and imaginary "
+                "parts in a real parameter, with torch.view_as_complex in forward, or use strategy='ddp'."
             )
         if parameter.dim() == 0:
             raise ConfigurationError(
