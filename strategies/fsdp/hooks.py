@@ -8,7 +8,7 @@ backward pass then reduces its gradients, as a hook is called for each.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +62,16 @@ class GradientHooks:
         self._tables[id(parameter)] = parameter, table
         # torch's FSDP calls it after each reduction.
         parameter.register_post_accumulate_grad_hook(self._reduced)
+
+    def give_back(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Move the hooks to the parameters that take the place of the sharded ones, by name."""
+        for name, parameter in before.items():
+            if id(parameter) in self._tables:
+                after[name]._backward_hooks = self._tables[id(parameter)][1]  # type: ignore[assignment]
+            table = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if table:
+                own = [(key, hook) for key, hook in table.items() if hook != self._reduced]
+                after[name]._post_accumulate_grad_hooks = OrderedDict(own)  # type: ignore[attr-defined]
 
     # ---- a backward pass --------------------------------------------------------------------------------------------
 

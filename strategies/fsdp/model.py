@@ -37,7 +37,7 @@ from .experts import ExpertMeshes, divide, expert_layers, shard_placement
 from .full_updates import FullUpdates
 from .gathering import prepare_gathering
 from .hooks import GradientHooks
-from .initial import Origins, Source, allocate_buffers, check_buffers, put_shard, take_away
+from .initial import Origins, Source, allocate_buffers, check_buffers, kept_parameters, put_shard, take_away
 from .module_gradients import ModuleGradients
 from .ordinary import Ordinary, full_value
 from .outside import Context, OutsideCalls
@@ -45,7 +45,7 @@ from .passes import PassChecks
 from .state import carry_slots, shard_slots
 from .tensor import split_layers, tie_again
 from .undo import Footprint
-from .units import Units, check_parameters, find_units, prefetch, without_shared
+from .units import Units, check_parameters, check_renormalized, find_units, prefetch, without_shared
 from .written import carry_writes
 
 
@@ -91,6 +91,8 @@ class ShardedModel:
         self._keep_full = {id(parameter) for part in full for parameter in parameters_of(part)}
         # Errors in the arguments are raised before the module is changed.
         check_parameters(module)
+        if world.size > 1 and optimizers:
+            check_renormalized(module)
         self.units = find_units(module, sharding.units)
         meshes = sharding.experts
         self._experts = [] if meshes is None else list(expert_layers(module, meshes.group.size()).values())
@@ -98,6 +100,7 @@ class ShardedModel:
         later = supplied_names(module, supplied)
         origins = Origins(module, deferred, world, later)
         computed = allocate_buffers(module, world, later)
+        kept = list(kept_parameters(module))
         sources = take_away(module, self._optimizers)
         adapter: nn.Module = self.root
         self._footprint = Footprint(adapter)
@@ -107,6 +110,9 @@ class ShardedModel:
         self._shard(sources)
         self.hooks = GradientHooks()
         self._fill(sources, origins)
+        parameters = dict(module.named_parameters())
+        for held, key, name in kept:
+            held[key] = parameters[name]
         check_buffers(computed)
         self.full_updates = [FullUpdates(part, world) for part in full]
         # torch would do this in the first forward pass: done here, its errors appear in set-up.
@@ -121,7 +127,7 @@ class ShardedModel:
         self._trainable = self._trainables()
         prepare_gathering(self.parts)
         carry_writes(self.parts, self.root, any(part._compiled_call_impl for part in module.modules()))
-        self._checks = PassChecks(self.parts)
+        self.checks = PassChecks(self.parts)
         meshes = {each.device_mesh for each in module.parameters() if isinstance(each, DTensor)}
         self._ordinary = Ordinary(meshes, world)
         self.outside = OutsideCalls(self.root, sharding.context, self.reshard)
@@ -226,7 +232,7 @@ class ShardedModel:
             loss.backward(**options)
             if self.hooks:
                 self.hooks.end()
-        self._checks.forget()
+        self.checks.forget()
         self._unreduced = not self.syncs
         if inside:
             self.root.unshard()
@@ -279,7 +285,7 @@ class ShardedModel:
         """Free gathered parameters, so that the module holds the sharded parameters that optimizers update."""
         for part in self.parts:
             part.reshard()
-        self._checks.forget()
+        self.checks.forget()
         self.outside.watch()  # what runs later in the same step gathers its parameters again
 
     def take_off(self) -> None:
@@ -307,4 +313,6 @@ class ShardedModel:
             full = whole_of_parts(tensor)
             return full if keeps else full.to("meta")
 
+        before = dict(self.module.named_parameters())
         replace_tensors(self.module, whole)
+        self.hooks.give_back(before, dict(self.module.named_parameters()))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ _VIEWS = {"__getitem__", "select", "narrow", "view", "view_as", "reshape", "flat
 _VIEWS |= {"split", "chunk", "unbind", "t", "transpose", "permute", "movedim", "squeeze", "unsqueeze", "unfold"}
 _RANDOM = {"rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "dropout", "poisson", "normal"}
 _RANDOM_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_"}
+_ALWAYS_FULL = {*_RANDOM_IN_PLACE, "__setitem__"}
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"}
 _SET_DATA, _SET_GRADIENT = Tensor.data.__set__, Tensor.grad.__set__  # type: ignore[attr-defined]
 
@@ -51,10 +53,11 @@ class Ordinary:
     _torch_own: Any = vars(DTensor)["__torch_function__"]
 
     def __init__(self, meshes: set[DeviceMesh], world: World) -> None:
-        self._installed = True
         Ordinary._number += 1
         Ordinary._worlds.update(dict.fromkeys(meshes, world))
         Ordinary.resume()
+        self.release: Callable[[], Any] = finalize(self, _leave)
+        """Leaves DTensor as it was, after the last sharded model."""
 
     @staticmethod
     def resume() -> bool:
@@ -82,14 +85,12 @@ class Ordinary:
             if not was_off:
                 Ordinary.resume()
 
-    def release(self) -> None:
-        """Leave DTensor as it was, after the last sharded model."""
-        if self._installed:
-            self._installed = False
-            Ordinary._number -= 1
-        if not Ordinary._number:
-            Ordinary._worlds.clear()
-            Ordinary.pause()
+
+def _leave() -> None:
+    Ordinary._number -= 1
+    if not Ordinary._number:
+        Ordinary._worlds.clear()
+        Ordinary.pause()
 
 
 def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,22 +120,33 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
     is_init = getattr(func, "__module__", "") == "torch.nn.init"
     if name in _IN_PLACE or is_init or (name.endswith("_") and not name.endswith("__")):
         target = args[0] if args else kwargs.get("tensor", first)
-        if mixed or is_init or name in _RANDOM_IN_PLACE or hasattr(target, "view_of"):
-            return _in_place(func, name, target, args, kwargs)
+        if mixed or is_init or name in _ALWAYS_FULL or hasattr(target, "view_of"):
+            return _changed(_in_place(func, name, target, args, kwargs))
     elif mixed:
         return _on_full(func, args, kwargs)
     try:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError):
-        if name.endswith("_") or name == "backward":
+        if name == "backward":
             raise
+        if name.endswith("_"):
+            return _changed(_in_place(func, name, args[0] if args else first, args, kwargs))
         return _on_full(func, args, kwargs)
+    if name.endswith("_"):
+        _changed(first)
     if name in _VIEWS:
         for number, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
             # DTensor may have gathered a copy.
             each.view_of = first, _nth(func, number, result), args, kwargs
     return result
+
+
+def _changed(tensor: Any) -> Any:
+    """Gather a parameter again whose shards were changed, where it is gathered now. Collective."""
+    if hasattr(tensor, "gather_again"):
+        tensor.gather_again()
+    return tensor
 
 
 def _nth(func: Any, number: int, result: Any) -> Callable[..., Tensor]:
@@ -200,6 +212,7 @@ def _set(func: Any, target: Any, value: Any) -> None:
             )
         with torch.no_grad():
             local_of(target).copy_(local_of(as_shard(target, value)))
+        _changed(target)
         return
     if func == _SET_GRADIENT and isinstance(value, Tensor):
         value = as_shard(target, value)

@@ -36,6 +36,7 @@ from .initial import move_buffers
 from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_degrees
 from .model import ShardedModel, Sharding
 from .ordinary import Ordinary
+from .passes import OrderFlags
 from .quantized import check_blocks
 from .recovery import ShardedRecovery, UniformModel, recovery_of_shards
 from .staged import sharded_stages
@@ -205,6 +206,7 @@ class FSDPStrategy(Strategy):
         if routed is Routed.REPEATED:
             self.recovery = ShardedRecovery(self._sharded)
         self.state = ShardedState(self.world, self._sharded.reshard, self._sharded.full_updates)
+        self.flags = OrderFlags(self.world, self._sharded.checks) if training and self.world.size > 1 else None
         self.sync_buffers(module)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
         self._stop_hooks += [each.register_step_post_hook(_computes_as_usual) for each in optimizers]
@@ -292,7 +294,7 @@ class FSDPStrategy(Strategy):
         sharded, self._sharded = self._sharded, None
         for hook in self._stop_hooks:
             hook.remove()
-        self._stop_hooks = []
+        self._stop_hooks, self.flags = [], None
         if sharded is not None:
             self.state = ShardedState(self.world)
             sharded.take_off()

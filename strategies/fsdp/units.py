@@ -85,6 +85,21 @@ def check_parameters(module: nn.Module) -> None:
             )
 
 
+def check_renormalized(module: nn.Module) -> None:
+    """Refuse embeddings that change their weights in a forward pass, where ranks have different batches.
+
+    Raises:
+        ConfigurationError: an embedding has ``max_norm``.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ConfigurationError(
+                f"{name or 'the module'} has max_norm={part.max_norm}, by which each rank changes the rows of its own "
+                "batch, and the ranks share one sharded weight: leave max_norm out, and limit the norms of all rows "
+                "with torch.renorm in on_train_batch_start."
+            )
+
+
 def without_shared(
     module: nn.Module, units: list[nn.Module]
 ) -> tuple[list[nn.Module], dict[nn.Module, set[nn.Parameter]], list[nn.Parameter]]:

@@ -76,6 +76,15 @@ class _Group:
                     record._unsharded_param.__class__ = _Gathered
                     record._unsharded_param.note_use = self._note_use
         group._to_sharded = partial(self._free, group._to_sharded)
+        for record in records:
+            record.sharded_param.gather_again = self._gather_again
+
+    def _gather_again(self) -> None:
+        """Gather the parameters again, after a change of shards in code that also uses what is gathered. Collective."""
+        if self._group.is_unsharded:
+            self._group._to_sharded()
+            self._group.unshard()
+            self._group.wait_for_unshard()
 
     def _note_use(self) -> None:
         self._uses_data = True
