@@ -18,8 +18,6 @@ from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import Owner, owners_of
 from .boxes import box_in, box_of, like, whole_of_parts
 
-# Longer lists in attributes are data, which holds no parameters.
-_MOST_KEPT = 100_000
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 
@@ -64,24 +62,6 @@ def take_away(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Source
         shape = torch.empty(given.shape, dtype=given.dtype, device="meta")
         source.put(nn.Parameter(shape, requires_grad=given.requires_grad))
     return sources
-
-
-def kept_parameters(module: nn.Module) -> Iterator[tuple[Any, Any, str]]:
-    """Yield the lists and dicts in attributes of modules that hold parameters: the container, the key, the name."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    own = set(vars(nn.Module()))
-    containers = [value for part in module.modules() for key, value in vars(part).items() if key not in own]
-    seen: set[int] = set()
-    while containers:
-        held = containers.pop()
-        if id(held) in seen or not isinstance(held, list | dict | tuple) or len(held) > _MOST_KEPT:
-            continue
-        seen.add(id(held))
-        for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
-            if not isinstance(value, nn.Parameter):
-                containers.append(value)
-            elif id(value) in names and not isinstance(held, tuple):
-                yield held, key, names[id(value)]
 
 
 def put_shard(source: Source, whole: Tensor | None, device: torch.device, world: World) -> nn.Parameter:

@@ -9,15 +9,14 @@ Private functions of torch's FSDP are called to run a backward pass inside the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -30,43 +29,25 @@ from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import replace_tensors, supplied_names
 from ...framework.parallel.strategy import StepAdapter, StepFunction
 from ..limits import updates_full_parameters
-from .activations import Checkpointed, checkpoint_forward, checkpointed_parts
+from .activations import checkpoint_forward, checkpointed_parts
 from .boxes import local_of, whole_of_parts
 from .dtypes import modules_of_other_dtypes
-from .experts import ExpertMeshes, divide, expert_layers, shard_placement
+from .experts import divide, expert_layers, shard_placement
 from .full_updates import FullUpdates
 from .gathering import prepare_gathering
 from .hooks import GradientHooks
-from .initial import Origins, Source, allocate_buffers, check_buffers, kept_parameters, put_shard, take_away
+from .initial import Origins, Source, allocate_buffers, check_buffers, put_shard, take_away
+from .kept import kept_parameters
 from .module_gradients import ModuleGradients
 from .ordinary import Ordinary, full_value
-from .outside import Context, OutsideCalls
+from .outside import OutsideCalls
 from .passes import PassChecks
+from .sharding import Sharding
 from .state import carry_slots, shard_slots
 from .tensor import split_layers, tie_again
 from .undo import Footprint
-from .units import Units, check_parameters, check_renormalized, find_units, prefetch, without_shared
+from .units import check_parameters, check_renormalized, find_units, prefetch, without_shared
 from .written import carry_writes
-
-
-@dataclass
-class Sharding:
-    """The arguments of ``fully_shard`` for a model; ``FSDPStrategy`` describes those that users give."""
-
-    units: Units
-    mesh: DeviceMesh
-    tensor_mesh: DeviceMesh | None
-    policy: MixedPrecisionPolicy
-    reshard_after_forward: bool | int
-    cpu_offload: bool
-    prefetch: int
-    checkpointed: Checkpointed
-    context: Callable[[], Context]
-    """Returns the context of forward passes in the gathered parameters' dtype, None if they need none."""
-    backward_inside: bool = False
-    """Whether the model runs again after a backward pass before its outermost call returns (manual optimization)."""
-    experts: ExpertMeshes | None = None
-    """The ranks that hold different experts, and those that hold the same ones."""
 
 
 class ShardedModel:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from weakref import finalize
 
 import torch
@@ -48,7 +48,7 @@ class Ordinary:
         world: the ranks.
     """
 
-    _worlds: dict[DeviceMesh, World] = {}
+    _worlds: ClassVar[dict[DeviceMesh, World]] = {}
     _number = 0
     _torch_own: Any = vars(DTensor)["__torch_function__"]
 
@@ -60,7 +60,7 @@ class Ordinary:
         """Leaves DTensor as it was, after the last sharded model."""
 
     @staticmethod
-    def resume() -> bool:
+    def resume(*_: Any) -> bool:
         """Let operations mean those on full tensors; return whether they did not."""
         was_off = bool(Ordinary._number) and vars(DTensor)["__torch_function__"] is Ordinary._torch_own
         if was_off:
@@ -167,7 +167,9 @@ def full_value(tensor: Any) -> Any:
 def as_shard(parameter: DTensor, value: Tensor) -> DTensor:
     """Return a tensor that is divided like a parameter. Collective if it is divided otherwise."""
     if isinstance(value, DTensor):
-        return value if value.placements == parameter.placements else value.redistribute(placements=parameter.placements)
+        return (
+            value if value.placements == parameter.placements else value.redistribute(placements=parameter.placements)
+        )
     local = box_in(value, *box_of(parameter)).to(local_of(parameter), copy=True, memory_format=torch.contiguous_format)
     return like(parameter, local)
 
@@ -233,7 +235,9 @@ def _in_place(func: Any, name: str, target: Any, args: Any, kwargs: Any) -> Any:
 
     def write(tensor: Tensor) -> None:
         own = {"tensor": tensor} if not args else {}
-        rest = tree_map_only(DTensor, full_value, (tuple(args[1:]), {k: v for k, v in kwargs.items() if v is not target}))
+        rest = tree_map_only(
+            DTensor, full_value, (tuple(args[1:]), {k: v for k, v in kwargs.items() if v is not target})
+        )
         func(*((tensor,) if args else ()), *rest[0], **{**rest[1], **own})
 
     with torch.no_grad():

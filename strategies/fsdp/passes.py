@@ -19,7 +19,6 @@ from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
 from ...framework.parallel.step_flags import MessageFlags
 
-
 # Squares of marks, summed over thousands of ranks, are exact in float64.
 _FACTOR, _MARK = 40_503, (1 << 20) - 1
 
@@ -51,8 +50,9 @@ class PassChecks:
             self.mark = (self.mark * _FACTOR + number) & _MARK
         elif self._calls[module] > 1:
             raise ConfigurationError(
-                f"a {type(module).__name__} runs twice in one step under torch.utils.checkpoint with use_reentrant=True, "
-                "and its gradients would be wrong where weights are sharded: give use_reentrant=False."
+                f"a {type(module).__name__} runs twice in one step under torch.utils.checkpoint with "
+                "use_reentrant=True, and its gradients would be wrong where weights are sharded: give "
+                "use_reentrant=False."
             )
         return pre_forward(module, args, kwargs)
 

@@ -56,7 +56,9 @@ def carry_writes(parts: Iterable[FSDPModule], root: FSDPModule, compiled: bool) 
     """
     for part in parts:
         for group in fsdp_groups(part):
-            records = [each for each in group.fsdp_params if not hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")]
+            records = [
+                each for each in group.fsdp_params if not hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
+            ]
             _Group(group, records, notes_data=part is root and not compiled)
 
 
@@ -90,18 +92,17 @@ class _Group:
         self._uses_data = True
 
     def _free(self, free: Callable[[], None]) -> None:
-        versions = [each._version for each in self._gathered]
-        if (versions != self._versions or self._uses_data) and self._group.is_unsharded:
+        before, self._versions = self._versions, [each._version for each in self._gathered]
+        uses_data, self._uses_data = self._uses_data, False
+        if (before != self._versions or uses_data) and self._group.is_unsharded:
             with torch.no_grad():
-                for record, old, new in zip(self._records, self._versions, versions, strict=True):
-                    if old != new or self._uses_data:
-                        _carry(record)
-            self._uses_data = False
-        self._versions = versions
+                for record, old, new in zip(self._records, before, self._versions, strict=True):
+                    if old != new or uses_data:
+                        _carry(record, is_changed=old != new)
         free()
 
 
-def _carry(record: Any) -> None:
+def _carry(record: Any, is_changed: bool) -> None:
     """Copy this rank's part of a gathered parameter to its shard."""
     dim, rank = record.fsdp_placement.dim, getattr(record.mesh_info, "shard_mesh_rank", 0)
     whole, shard = local_of(record._unsharded_param).detach(), local_of(record.sharded_param).detach()
@@ -109,10 +110,10 @@ def _carry(record: Any) -> None:
     part = whole.narrow(dim, start, shard.size(dim) if shard.numel() else 0).to(shard.device)
     if part.dtype == shard.dtype:
         shard.copy_(part)
-    elif bool((part != shard.to(part.dtype)).any()):
+    elif is_changed or bool((part != shard.to(part.dtype)).any()):
         name = str(record._param_fqn).removeprefix("module.")
+        narrow, wide = (str(each.dtype).removeprefix("torch.") for each in (part, shard))
         raise ConfigurationError(
-            f"{name} was changed in place within a step, where it has the dtype {str(part.dtype).removeprefix('torch.')} "
-            f"of mixed precision, too narrow for weights: change it in a hook such as on_train_batch_end, where it is "
-            f"{str(shard.dtype).removeprefix('torch.')}."
+            f"{name} was changed in place within a step, where mixed precision has it in {narrow}, too narrow for "
+            f"weights: change it in a hook such as on_train_batch_end, where it is {wide}."
         )

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Fabric, TrainModule
-from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError, DesyncError
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
 
@@ -82,12 +82,16 @@ class Program(TrainModule):
 
 @torch.no_grad()
 def average(module: Program) -> None:
-    for new, old in zip(nn.ModuleList([module.first, *module.blocks]).parameters(), module.teacher.parameters(), strict=True):
+    for new, old in zip(
+        nn.ModuleList([module.first, *module.blocks]).parameters(), module.teacher.parameters(), strict=True
+    ):
         old.mul_(0.5).add_(new, alpha=0.5)
 
 
 def average_data(module: Program) -> None:
-    for new, old in zip(nn.ModuleList([module.first, *module.blocks]).parameters(), module.teacher.parameters(), strict=True):
+    for new, old in zip(
+        nn.ModuleList([module.first, *module.blocks]).parameters(), module.teacher.parameters(), strict=True
+    ):
         old.data = 0.5 * old.data + 0.5 * new.data
 
 
@@ -160,7 +164,7 @@ PROGRAMS: dict[str, dict[str, Callable[..., Any]]] = {
     "average_data": {"step": average_data},
     "average_between": {"batch_end": average, "epoch_end": average_data},
     "attribute": {"step": by_attribute},
-    "reads": {"fit_start": reads, "step": reads, "after_backward": reads, "batch_end": reads, "epoch_end": reads},
+    "reads": {"step": reads, "after_backward": reads, "batch_end": reads, "epoch_end": reads},
     "penalty": {"step": penalty},
     "penalty_after": {"extra": lambda module, x: penalty(module)},
     "kept": {"step": lambda module: sum(each.square().sum() for each in module.kept)},
@@ -192,10 +196,147 @@ def compare(strategy: str, ranks: int, window: int = 1) -> None:
         for name in PROGRAMS:
             weights, seen = found[name]
             if rank == 0:
-                torch.testing.assert_close(weights, expected[name][0], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    weights, expected[name][0], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+                )
             torch.testing.assert_close(seen, expected[name][1], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "window"), [("fsdp", 2, 1), ("fsdp", 3, 2), ("hsdp", 2, 1)])
 def test_code_of_users_means_on_shards_what_it_means_in_one_process(strategy: str, ranks: int, window: int) -> None:
     compare(strategy, ranks, window)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.lin = nn.LayerNorm(4), nn.Linear(4, 4).to(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.lin(self.norm(x).double()).float())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.shift.float()
+
+
+def trained_in_fabric(strategy: str, ranks: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
+    model = nn.Sequential(TwoDtypes(), TwoDtypes(), nn.Linear(4, 1))
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = fabric.global_rank
+    for part in X.view(4, 12, 4):
+        share = part.view(ranks, -1, 4)[rank]
+        optimizer.zero_grad()
+        fabric.backward(model(share).square().mean())
+        optimizer.step()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        outputs = [twin(X), *(each.double() for each in copy.deepcopy(model[0])(X).unbind())]
+        model[0].lin.weight.zero_()
+        outputs.append(twin(X))  # a copy is not changed with the model
+        nn.init.normal_(model[2].weight)
+        nn.init.uniform_(model[1].lin.weight)
+        outputs += [model[2].weight.norm().cpu(), model[1].lin.weight.std().cpu()]
+    return outputs
+
+
+def test_two_dtypes_copies_and_random_values() -> None:
+    expected = trained_in_fabric("single", 1)
+    for found in run_on_ranks(2, trained_in_fabric, "fsdp", 2):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Skipping(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.first(batch[0])
+        for number, part in enumerate(self.blocks):
+            x = x if number == self.global_rank else part(x)
+        return self.head(x).square().mean()
+
+
+class Slope(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.blocks[0](x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+class Twice(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = [self.first(batch[0]), self.first(batch[0] + 1)]
+        one, other = (checkpoint(self.blocks[0], each, use_reentrant=True) for each in outputs)
+        return (one - other + 1).square().mean()
+
+
+def narrow(module: Program) -> None:
+    with torch.no_grad():
+        module.head.weight.mul_(0.999)
+
+
+def reshaped(module: Program) -> None:
+    module.head.weight.data = torch.zeros(5, 4)
+
+
+def refusals() -> list[str]:
+    def said(function: Callable[[], Any]) -> str:
+        with pytest.raises((ConfigurationError, DesyncError)) as caught:
+            function()
+        return str(caught.value)
+
+    def fit(module: Program, **options: Any) -> None:
+        silent_trainer(strategy="fsdp", devices=2, max_epochs=1, **options).fit(module, DataLoader(TensorDataset(X), 6))
+
+    def set_up(*parts: nn.Module) -> None:
+        model = nn.Sequential(*parts)
+        Fabric(accelerator="cpu", devices=2, strategy="fsdp").setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    return [
+        said(lambda: fit(Skipping())),
+        said(lambda: fit(Slope())),
+        said(lambda: fit(Twice())),
+        said(lambda: fit(Program(step=narrow), precision="bf16-mixed")),
+        said(lambda: fit(Program(step=reshaped))),
+        said(lambda: set_up(layer)),
+        said(lambda: set_up(Scaled())),
+        said(lambda: set_up(nn.Embedding(4, 2, max_norm=1.0))),
+    ]
+
+
+def test_what_sharded_weights_cannot_do_is_refused() -> None:
+    first, second = run_on_ranks(2, refusals)
+    assert first == second
+    names = [
+        "different layers",
+        "create_graph",
+        "use_reentrant",
+        "bfloat16",
+        "[5, 4]",
+        "complex",
+        "float64",
+        "max_norm",
+    ]
+    for message, name in zip(first, names, strict=True):
+        says(message, name)
+
+
+def carried(strategy: str, ranks: int) -> list[Tensor]:
+    """Train twice; the hooks are those of the module, not of one fit."""
+    module = Program(init=hooked)
+    for _ in range(2):
+        trainer = silent_trainer(strategy=strategy, devices=ranks, max_epochs=1)
+        trainer.fit(module, DataLoader(TensorDataset(X), 12 // ranks))
+    return [] if module.first.weight.is_meta else [each.detach() for each in module.parameters()]
+
+
+def test_hooks_on_parameters_stay_for_the_next_fit() -> None:
+    expected = carried("single", 1)
+    torch.testing.assert_close(run_on_ranks(2, carried, "fsdp", 2)[0], expected, rtol=1e-4, atol=1e-5)
