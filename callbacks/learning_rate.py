@@ -126,7 +126,8 @@ class LearningRateMonitor(Callback):
         values: dict[str, float] = {}
         for full, group in _named_groups(optimizer, name):
             values[full] = float(group["lr"])
-            self.lrs[full].append(values[full])
+            # Callbacks may add a group while the fit runs.
+            self.lrs.setdefault(full, []).append(values[full])
             if self.log_momentum:
                 momentum = float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
                 values[f"{full}-momentum"] = self.last_momentum_values[f"{full}-momentum"] = momentum

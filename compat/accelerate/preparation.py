@@ -52,7 +52,12 @@ class Preparation:
         ready: dict[int, Any] = {}
         for given, move in zip(objects, moves, strict=True):
             if isinstance(given, nn.Module):
-                optimizers = [each for each in objects if isinstance(each, Optimizer) and updates(each, given)]
+                # An optimizer of two modules is set up with the first, and taken along to the second.
+                optimizers = [
+                    each
+                    for each in objects
+                    if isinstance(each, Optimizer) and id(each) not in ready and updates(each, given)
+                ]
                 found = self._fabric.setup(given, *optimizers, move_to_device=move)
                 ready.update(zip(map(id, [given, *optimizers]), found if optimizers else [found], strict=True))
         for given, move in zip(objects, moves, strict=True):

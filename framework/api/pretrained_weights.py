@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..core.arguments import names_arguments
-from ..pretrained import load_alone
-from ..pretrained.request import PretrainedRequest, initialize_rest, requested
+from ..pretrained import given_at_once, load_alone
+from ..pretrained.request import PretrainedRequest, check_copies, forget_waiting, initialize_rest, requested
 from ..pretrained.transformers_models import empty_tensors
 
 
@@ -26,10 +26,11 @@ class PretrainedWeights(nn.Module):
         """Ask for the weights of a Hugging Face folder; call it in ``configure_model``, after the layers are built.
 
         The weights are read when the strategy has set the module up: each rank reads only its own part of each tensor,
-        and casts it to the module's dtype. Layers that the weights replace are neither initialized nor broadcast by
-        strategies that shard parameters. A resumed fit loads its checkpoint instead, unless that leaves out frozen
-        weights. A module that has been trained keeps its weights in later stages. A model of transformers that
-        generates gets the folder's generation config at once.
+        and casts it to the module's dtype. A tensor that a later line of ``configure_model`` copies, reads or changes
+        is read in full at that line, and keeps the changes. Layers that the weights replace are neither initialized
+        nor broadcast by strategies that shard parameters. A resumed fit loads its checkpoint instead, unless that
+        leaves out frozen weights. A module that has been trained keeps its weights in later stages. A model of
+        transformers that generates gets the folder's generation config at once.
 
         Args:
             path: a folder with ``model.safetensors``, or with its shards and ``model.safetensors.index.json``; a
@@ -48,7 +49,7 @@ class PretrainedWeights(nn.Module):
         # Now, so that later lines of configure_model may change it.
         if request.target is not None and not request.target.is_loaded:
             request.use_generation_config()
-        self._pretrained_requests = (*self._pretrained_requests, request)
+        self._pretrained_requests = (*self._pretrained_requests, given_at_once(self, request))
 
     @property
     def pretrained_sources(self) -> tuple[dict[str, str], ...]:
@@ -59,6 +60,15 @@ class PretrainedWeights(nn.Module):
     def use_sources(self, sources: Sequence[dict[str, str]]) -> None:
         """Record the sources of the weights. Called by the Trainer."""
         self._pretrained_sources = tuple(sources)
+
+    def settle_pretrained(self) -> None:
+        """Record which of the weights later lines of ``configure_model`` have changed. Called after it.
+
+        Raises:
+            ConfigurationError: a layer was copied or replaced that had no weights yet.
+        """
+        self._pretrained_requests = tuple(one.settled(self) for one in self._pretrained_requests)
+        check_copies(self, self._pretrained_requests)
 
     def take_pretrained(self, path: str | None = None) -> list[PretrainedRequest]:
         """Return the requests to execute, and forget them. Called by the Trainer.
@@ -94,6 +104,7 @@ class PretrainedWeights(nn.Module):
             empty: the ``id`` of each tensor without data. Default: of each one on the meta device.
         """
         requests, self._pretrained_requests = self._pretrained_requests, ()
+        forget_waiting(self)
         for request in requests:
             request.targets(self)[0].mark_loaded()
         if requests:

@@ -18,6 +18,7 @@ from ..trainer.trainer import Trainer
 from . import create_parser, instantiate, parse_configuration
 from .optimizers import configured_optimizers, use_optimizers
 from .save_config import SaveConfigCallback
+from .trainer_defaults import as_list, object_defaults, plain_defaults
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -52,6 +53,7 @@ class TrainerCLI(NamesArguments):
         save_config_kwargs: its arguments.
         trainer_class: the class of the Trainer, or a function annotated with it.
         trainer_defaults: defaults of the Trainer's arguments; its callbacks are added to those of the configuration.
+            Objects, such as loggers or a strategy, are not part of the configuration, which may replace them.
         seed_everything_default: the seed; True for 0, False to seed nothing.
         parser_kwargs: arguments of the parser, or a dict of them by stage.
         parser_class: the class of the parser; None for ``phalanx.configuration.TrainerArgumentParser``.
@@ -164,8 +166,8 @@ class TrainerCLI(NamesArguments):
     def add_core_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
         """Add the sections ``trainer``, ``model`` and ``data``."""
         parser.add_component_args(self.trainer_class, "trainer")
-        defaults = {f"trainer.{name}": value for name, value in self.trainer_defaults.items() if name != "callbacks"}
-        parser.set_defaults(defaults)
+        defaults = plain_defaults(self.trainer_defaults)
+        parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
         parser.add_component_args(self.model_class or TrainModule, "model", self.subclass_mode_model)
         # A module may have the loaders.
         required = self.datamodule_class is not None
@@ -199,7 +201,10 @@ class TrainerCLI(NamesArguments):
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
         """Return a Trainer with the arguments of the configuration; ``arguments`` replace them."""
         given = {**self._value(self.config_init, "trainer").as_dict(), **arguments}
-        callbacks = [*_as_list(given.get("callbacks")), *_as_list(self.trainer_defaults.get("callbacks"))]
+        for name, value in object_defaults(self.trainer_defaults).items():
+            if name not in arguments and given.get(name) == self._own_parser.get_default(f"trainer.{name}"):
+                given[name] = value
+        callbacks = [*as_list(given.get("callbacks")), *as_list(self.trainer_defaults.get("callbacks"))]
         callbacks += [self._value(self.config_init, key) for key in self._own_parser.callback_keys]
         trainer = self.trainer_class(**{**given, "callbacks": callbacks or given.get("callbacks")})
         # The report of a run lists the arguments of the Trainer: the user has not given this one.
@@ -290,9 +295,3 @@ class TrainerCLI(NamesArguments):
                 raise
             write_error(f"{Path(sys.argv[0]).name}: {error}")
             raise quick_exit(error.exit_code) from None
-
-
-def _as_list(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]

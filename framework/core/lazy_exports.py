@@ -9,8 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from opcode import opmap
 from types import MappingProxyType
 from typing import Any
+
+from .errors import did_you_mean
 
 
 def face(
@@ -31,7 +34,13 @@ def face(
         if name in absent:
             raise ImportError(f"{module} has no {name}: {absent[name]}", name=name)
         if name not in table:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(sorted(table))}")
+            close = did_you_mean(name, table)
+            caller = sys._getframe(1)
+            # Python replaces the message of an AttributeError, but only this statement may get another class of error.
+            if close and caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
+                raise ImportError(f"cannot import name {name!r} from {module!r}.{close}", name=module)
+            listed = f"; it has {', '.join(sorted(table))}" if not close else f".{close}"
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{listed}")
         own, (home, attribute) = sys.modules[module], table[name]
         value = (
             import_module(f".{attribute}", own.__package__)

@@ -125,6 +125,7 @@ STRATEGIES = Registry(
     },
     instead={
         "ddp_sharded": "use 'fsdp', which shards parameters, gradients and optimizer state, or 'zero2'",
+        "sharded_ddp": "use 'fsdp', which shards parameters, gradients and optimizer state, or 'zero2'",
         "ddp_sharded_spawn": "use 'fsdp', which shards parameters, gradients and optimizer state, or 'zero2'",
         "ddp_spawn": _STARTS_RANKS,
         "ddp_fork": _STARTS_RANKS,

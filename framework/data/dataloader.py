@@ -177,6 +177,16 @@ def _order_of_samples(sampler: Any, seed: int, sequential: bool) -> Order:
     return SamplerOrder(sampler, seed)
 
 
+def in_order(loader: Any) -> Any:
+    """Return a loader that reads the samples of a shuffled ``DataLoader`` in order; any other loader as it is."""
+    if not is_map_style(loader) or type(loader.batch_sampler) is not BatchSampler:
+        return loader
+    if type(loader.sampler) is not RandomSampler:
+        return loader
+    batches = BatchSampler(SequentialSampler(loader.dataset), loader.batch_size, loader.drop_last)
+    return copy_with(loader, {"batch_sampler": batches, "batch_size": loader.batch_size})
+
+
 def is_map_style(loader: Any) -> bool:
     """Whether ``loader`` is a ``DataLoader`` whose samples are fetched by index."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

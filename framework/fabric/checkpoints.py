@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..checkpoint import decode, held, save
 from ..checkpoint.open_on_all_ranks import open_on_all_ranks
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.wording import a_type
+from ..core.wording import a_type, counted
 from ..distributed.collective_errors import on_all_ranks
 from ..distributed.seed import capture, restore as restore_generators
 from ..parallel.parameter_names import renamed
@@ -201,11 +201,23 @@ class Checkpoints:
             CheckpointError: the checkpoint does not match. Raised before anything has changed.
         """
         state, world = self._everything(without), self._ranks.world
+        self._check_registered(input_dir)
         self.load(input_dir, state)
         documents = open_on_all_ranks(world, input_dir, verified=True).rank_documents
         # With another number of ranks there are no matching generators to continue with.
         if len(documents) == world.size and documents[world.rank] is not None:
             restore_generators(decode(documents[world.rank])["random"])
+
+    def _check_registered(self, input_dir: Location) -> None:
+        """Refuse a state with more registered objects than there are here."""
+        checkpoint = open_on_all_ranks(self._ranks.world, input_dir)
+        saved = Saved.read(checkpoint, None, {}).stateful
+        held, here = sum(key.startswith("object_") for key in saved), len(self._registered)
+        if held > here:
+            raise CheckpointError(
+                f"{checkpoint.path} holds the states of {counted(held, 'registered object')}, and {here} are "
+                "registered here: call register_for_checkpointing with the others before load_state."
+            )
 
     def _everything(self, without: Sequence[nn.Module]) -> dict[str, Any]:
         prepared, left_out = self._prepared, {id(unwrap(module)) for module in without}

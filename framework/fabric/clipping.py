@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError, NonFiniteError
 from ..core.optimizer_config import parameters_of
-from .objects import FabricOptimizer
-from .prepared import Prepared
+from .prepared import Chosen, Prepared
 
 
 class Clipping:
@@ -77,23 +77,27 @@ class Clipping:
         mine = [one for one in self._prepared.optimizers if any(optimizer is each for each in (one, one.optimizer))]
         if not mine:
             raise ConfigurationError("clip_gradients was given an optimizer that is not set up; call setup with it.")
-        return self._clip(mine[0], clip_val, max_norm, norm_type, error_if_nonfinite)
+        chosen = [(mine[0], parameters_of(mine[0].optimizer))]
+        return self._clip(chosen, clip_val, max_norm, norm_type, error_if_nonfinite)
 
     def _clip(
-        self, optimizer: FabricOptimizer, value: float | None, max_norm: float | None, norm_type: float, strict: bool
+        self, chosen: Sequence[Chosen], value: float | None, max_norm: float | None, norm_type: float, strict: bool
     ) -> Tensor | None:
-        if optimizer.waits:
+        ready = [(one, parameters) for one, parameters in chosen if not one.waits]
+        if not ready:
             return None
-        if not optimizer.prepare():
+        ready = [(one, parameters) for one, parameters in ready if one.prepare()]
+        if not ready:
             # Nothing was reduced, so there is no norm, and no update follows.
-            return None if value is not None else torch.zeros((), device=optimizer.engine.strategy.world.device)
-        engine, parameters = optimizer.engine, parameters_of(optimizer.optimizer)
-        gradients = engine.strategy.gradients
-        engine.updater.unscale(optimizer.optimizer)
+            return None if value is not None else torch.zeros((), device=self._prepared.strategy.world.device)
+        for one, _ in ready:
+            one.engine.updater.unscale(one.optimizer)
+        parts = [(one.engine.strategy.gradients, parameters) for one, parameters in ready]
         if value is not None and self._scaler is None:
-            gradients.clip_by_value(parameters, value)
+            for gradients, parameters in parts:
+                gradients.clip_by_value(parameters, value)
             return None
-        norm = gradients.norm(parameters, norm_type)
+        norm = _joint([gradients.norm(parameters, norm_type) for gradients, parameters in parts], norm_type)
         # Clamping would hide an infinity from the loss scaler, which must skip this update.
         finite = bool(norm.isfinite()) if strict or self._scaler is not None else True
         if not finite and self._scaler is None:
@@ -101,28 +105,32 @@ class Clipping:
                 f"the norm of the gradients is {norm.item()}. Lower the learning rate, or clip with "
                 "error_if_nonfinite=False to continue."
             )
-        if value is not None:
-            if finite:
+        for gradients, parameters in parts if finite else ():
+            if value is not None:
                 gradients.clip_by_value(parameters, value)
-            return None
-        if finite:
-            gradients.clip_by_norm(parameters, float(max_norm or 0.0), norm)
-        return norm
+            else:
+                gradients.clip_by_norm(parameters, float(max_norm or 0.0), norm)
+        return None if value is not None else norm
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Clip gradients by norm, given the parameters of an optimizer or of a module. Collective.
+        """Clip the gradients of these parameters by their joint norm. Collective.
+
+        Args:
+            parameters: parameters of modules that are set up, of one optimizer or of several; or such a module.
+            max_norm: the norm that they are scaled down to.
+            norm_type: the order of the norm.
 
         Returns:
             The norm before clipping, a 0-d tensor; None where the window does not end.
+
+        Raises:
+            ConfigurationError: a parameter has a gradient, and no optimizer that is set up updates it.
         """
-        norms = [self._clip(one, None, max_norm, norm_type, False) for one in self._prepared.optimizers_of(parameters)]
-        found = [norm for norm in norms if norm is not None]
-        return None if not found else found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found))
+        return self._clip(self._prepared.chosen_by(parameters), None, max_norm, norm_type, False)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp the gradients of an optimizer's or module's parameters to ``[-clip_value, clip_value]``. Collective."""
-        for one in self._prepared.optimizers_of(parameters):
-            self._clip(one, clip_value, None, 2.0, False)
+        """Clamp the gradients of these parameters, or of a module's, to ``[-clip_value, clip_value]``. Collective."""
+        self._clip(self._prepared.chosen_by(parameters), clip_value, None, 2.0, False)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale and the window's weight, as the update does. Collective.
@@ -136,3 +144,10 @@ class Clipping:
             if wanted and not one.waits:
                 one.prepare()
                 one.engine.updater.unscale(one.optimizer)
+
+
+def _joint(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of tensors of which these are the norms."""
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)

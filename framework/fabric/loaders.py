@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -27,28 +26,7 @@ from ..data.rounds import (
 from ..data.training_source import NO_BATCH, Position, TrainingSource
 from ..distributed.data_parallel import DataRanks, ceil_div
 from ..distributed.world import World
-
-
-@dataclass
-class Reading:
-    """The loaders of a Fabric that are being iterated over, the innermost last."""
-
-    loaders: list[FabricLoader] = field(default_factory=list)
-    joined: bool = False
-
-    @property
-    def current(self) -> FabricLoader | None:
-        """The innermost loader, if any."""
-        return self.loaders[-1] if self.loaders else None
-
-    @contextmanager
-    def evened(self) -> Generator[None, None, None]:
-        """Make all loaders even inside, so that ranks without data continue with filler batches."""
-        before, self.joined = self.joined, True
-        try:
-            yield
-        finally:
-            self.joined = before
+from .reading import Reading
 
 
 @dataclass(frozen=True)
@@ -85,6 +63,8 @@ class FabricLoader:
         filler: Whether the last batch yielded is a filler batch.
         share: The weight of this batch's loss in the mean over ranks: 0 for a filler batch, 1 if all ranks have data,
             more than 1 if some have none.
+        count: The number of batches yielded in this pass.
+        is_along: Whether the last batch was read while a loader that was started later was being read.
     """
 
     def __init__(
@@ -101,6 +81,8 @@ class FabricLoader:
         self.end = False
         self.filler = False
         self.share = 1.0
+        self.count = 0
+        self.is_along = False
         self._given = given
         self._world = ranks = DataRanks(world)
         self._sharing = sharing
@@ -175,6 +157,7 @@ class FabricLoader:
             # The previous batch is released before the loop works on this one.
             previous = batch if self._may_fill and not last else NO_BATCH
             self.end = last
+            self.count, self.is_along = number + 1, number > 0 and self._reading.current is not self
             self.share = 0.0 if self.filler else world.size / len(holders) if partial else 1.0
             self._passes.consumed += self._reads_a_round
             yield self._move(batch) if self._move is not None else batch

@@ -127,7 +127,7 @@ class FabricModule(nn.Module):
         engine = self._calls.engine
         for optimizer in engine.optimizers:
             optimizer.zero_grad(set_to_none)
-        if engine.window is None or not engine.optimizers:
+        if engine.window is None or not engine.is_trained:
             super().zero_grad(set_to_none)
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:

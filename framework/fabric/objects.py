@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
+from ..core.proxy import Proxy
 from ..core.split_optimizer import needs_closure
 from ..parallel.closures import evaluate_once
 from ..parallel.compilation import Compilation
@@ -24,33 +25,12 @@ from ..parallel.strategy import Strategy
 from .gradient_window import GradientWindow
 
 
-class Proxy:
-    """Stands for another object: it is an instance of that object's class, and has its attributes.
-
-    Attributes:
-        _original: The object that it stands for.
-    """
-
-    def __init__(self, original: Any) -> None:
-        object.__setattr__(self, "_original", original)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The class for ``isinstance``; ``type`` returns the true one."""
-        # Before __init__, as in a copy, there is no original.
-        return type(self.__dict__["_original"]) if "_original" in self.__dict__ else type(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if "_original" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["_original"], name)
-
-
 class Engine:
     """A module that was set up: its strategy, the updater of its optimizers and its accumulation window.
 
     Attributes:
         module: The user's own module.
+        is_trained_elsewhere: Whether an optimizer of another engine updates parameters of this module too.
         peers: The engines of all modules that share the loss scaler, this one included.
         strategy: The clone that took over the module.
         window: The accumulation window that the module is in, None outside ``accumulate``.
@@ -63,6 +43,7 @@ class Engine:
         self.strategy = strategy
         self.updater = Updater(strategy, scaler)
         self.optimizers: list[FabricOptimizer] = []
+        self.is_trained_elsewhere = False
         self.window: GradientWindow | None = None
         self._joined: tuple[GradientWindow, int] | None = None
         self._may_sync = True
@@ -84,9 +65,14 @@ class Engine:
         self._at_release.close()
 
     @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer updates the module."""
+        return bool(self.optimizers) or self.is_trained_elsewhere
+
+    @property
     def updates(self) -> int:
         """The number of updates that the module's optimizers have applied; the same on all ranks."""
-        return sum(one.applied for one in self.optimizers)
+        return sum(one.applied for engine in self.peers for one in engine.optimizers if self in one.engines)
 
     def owns(self, parameter: Tensor) -> bool:
         """Return whether a parameter belongs to the module."""
@@ -157,6 +143,8 @@ class FabricOptimizer(Proxy):
 
     Attributes:
         optimizer: The original.
+        engine: The engine of the first module that it updates.
+        engines: Those of all modules that it updates.
         applied: The number of updates that were applied.
         step_was_skipped: Whether the last update was skipped, because gradients were not finite or no rank had a loss.
     """
@@ -167,8 +155,15 @@ class FabricOptimizer(Proxy):
         super().__init__(optimizer)
         self.optimizer = optimizer
         self.engine = engine
+        self.engines = [engine]
         self.applied = 0
         self.step_was_skipped = False
+
+    def add_engine(self, engine: Engine) -> None:
+        """Record that the optimizer updates another module, too."""
+        if engine not in self.engines:
+            self.engines.append(engine)
+            engine.is_trained_elsewhere = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What the original reads in its step must be set there.
@@ -255,7 +250,8 @@ class FabricOptimizer(Proxy):
         window = self.engine.window
         if window is None:
             return True
-        self.engine.join_reduction()
+        for engine in self.engines:
+            engine.join_reduction()
         factor = window.take_factor(id(self))
         if factor is not None and factor not in (0.0, 1.0):
             self.engine.strategy.gradients.scale(parameters_of(self.optimizer), factor)

@@ -11,10 +11,14 @@ from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
 from ..core.wording import a_type
 from ..parallel.strategy import Strategy
-from .loaders import FabricLoader, Reading
+from .loaders import FabricLoader
 from .module import engine_of
 from .module_run import leave_fabric
 from .objects import Engine, FabricOptimizer, FabricScheduler
+from .reading import Reading
+
+Chosen = tuple[FabricOptimizer, list[Tensor]]
+"""An optimizer, and some of the parameters that it updates."""
 
 
 class Prepared:
@@ -70,15 +74,26 @@ class Prepared:
         """The largest number of updates that an optimizer has applied."""
         return max((one.applied for one in self.optimizers), default=0)
 
-    def optimizers_of(self, parameters: Any) -> list[FabricOptimizer]:
-        """Return the optimizers that update a module's parameters, or any of the parameters given."""
+    def chosen_by(self, parameters: Any) -> list[Chosen]:
+        """Return the optimizers that update any of these parameters, or of a module's, with those that each updates.
+
+        Raises:
+            ConfigurationError: no optimizer that is set up updates one of them, which has a gradient.
+        """
         if isinstance(parameters, nn.Module):
             parameters = parameters.parameters()
-        wanted = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        found = [one for one in self.optimizers if any(id(each) in wanted for each in parameters_of(one.optimizer))]
-        if not found:
+        given = {id(each): each for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        found: list[Chosen] = []
+        for one in self.optimizers:
+            mine = [each for each in parameters_of(one.optimizer) if given.pop(id(each), None) is not None]
+            if mine:
+                found.append((one, mine))
+        left = next((each for each in given.values() if each.grad is not None), None)
+        if left is not None or not found:
+            which = "these parameters do" if left is None else f"a parameter of shape {tuple(left.shape)} does"
             raise ConfigurationError(
-                "these parameters do not belong to an optimizer that is set up; call setup with it."
+                f"{which} not belong to an optimizer that is set up; call setup with it, and take parameters from the "
+                "module after that."
             )
         return found
 
@@ -98,7 +113,7 @@ class Prepared:
         if model is not None:
             return self.engine_for(model, "backward")
         # Modules without an optimizer, such as a teacher, have no gradients of their own.
-        trained = [engine for engine in self.engines if engine.optimizers] or self.engines
+        trained = [engine for engine in self.engines if engine.is_trained] or self.engines
         if len(trained) == 1:
             return trained[0]
         if len(trained) > 1 and self.strategy_scales_losses:

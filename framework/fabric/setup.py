@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.errors import ConfigurationError
 from ..core.interception import intercept_loop
-from ..core.optimizer_config import check_kind, parameters_of
+from ..core.optimizer_config import parameters_of
 from ..core.precision import DefaultDtype, Precision
-from ..core.wording import a_type
 from ..distributed.batch_copy import BatchCopy
 from ..distributed.gather import gather_rows
 from ..distributed.seed import seed_everything
@@ -25,10 +24,11 @@ from ..parallel.strategy import Routed
 from ..parallel.strategy_checks import check_placed
 from .collectives import Collectives
 from .loaders import FabricLoader, Sharing, skip_first_batches
-from .module import FabricModule, unwrap, wrap_module
+from .module import unwrap, wrap_module
 from .module_run import join_fabric
 from .objects import Engine, FabricOptimizer, FabricScheduler
 from .prepared import Prepared
+from .setup_rules import check_objects, check_optimizer, engine_of_optimizer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,7 +63,7 @@ class Setup:
         Raises:
             ConfigurationError: one of them was set up before, or the strategy does not support it.
         """
-        self._check_new(module, optimizers)
+        shared = check_objects(self._prepared, module, optimizers)
         intercept_loop()
         original, compilation = unwrap(module), compilation_of(module)[1] or self._compilation
         world = self._ranks.world
@@ -78,11 +78,14 @@ class Setup:
         # A strategy that builds its own updates cannot add an optimizer later: without one the module is for
         # evaluation. So is one with parts that Accelerate has placed.
         training = bool(optimizers) or not (strategy.traits.takes_one_optimizer or placed_parts(original))
-        ready = strategy.setup(original, optimizers, training=training, routed=Routed.FORWARD)
+        given = (*optimizers, *(one.optimizer for one in shared))
+        ready = strategy.setup(original, given, training=training, routed=Routed.FORWARD)[: len(optimizers)]
         self._prepared.engines.append(engine)
         engine.route_generation(self._precision.forward_context(world.device.type))
         wrapped = wrap_module(engine, self._precision, world.device.type)
-        engine.optimizers = [FabricOptimizer(optimizer, engine) for optimizer in ready]
+        engine.optimizers = [self._wrapped(optimizer, engine) for optimizer in ready]
+        for one in shared:
+            one.add_engine(engine)
         join_fabric(original, self._fabric, self._prepared, engine)
         # The loop of a Lightning program decides when to call step.
         schedulers = () if scheduler is None else (self.setup_scheduler(scheduler, False),)
@@ -110,12 +113,11 @@ class Setup:
         """
         ready = []
         for optimizer in optimizers:
-            self._check_optimizer(optimizer)
-            engine = self._engine_of_optimizer(optimizer)
+            check_optimizer(self._prepared, optimizer)
+            engine = engine_of_optimizer(self._prepared, optimizer)
             check_placed(engine.strategy, engine.module, training=True)
-            wrapped = FabricOptimizer(optimizer, engine)
-            engine.optimizers.append(wrapped)
-            ready.append(wrapped)
+            ready.append(self._wrapped(optimizer, engine))
+            engine.optimizers.append(ready[-1])
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def setup_scheduler(
@@ -240,35 +242,17 @@ class Setup:
         separated. Ranks may have different numbers of rows. The result is in the order of one process. Values that are
         not tensors (strings, dicts of results) become a list of all ranks' items.
         """
-        world, loader = self._ranks.world, self._prepared.reading.current
-        valid = world.counts_data and (loader is None or not loader.filler)
+        world = self._ranks.world
+        valid = world.counts_data and not self._prepared.reading.filler
         return gather_rows(world, input_data, valid, use_gather_object)
 
-    def _engine_of_optimizer(self, optimizer: Optimizer) -> Engine:
-        parameters = parameters_of(optimizer)
-        for engine in self._prepared.engines:
-            if any(engine.owns(parameter) for parameter in parameters):
-                return engine
-        raise ConfigurationError(
-            f"setup_optimizers: {type(optimizer).__name__} updates no parameter of a module that is set up; call "
-            "setup_module first, and build the optimizer on what it returns."
-        )
-
-    def _check_new(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        if not isinstance(module, nn.Module):
-            raise ConfigurationError(f"setup was given {a_type(module)}; it takes a module, then optimizers.")
-        original = unwrap(module)
-        if isinstance(module, FabricModule) or any(engine.module is original for engine in self._prepared.engines):
-            raise ConfigurationError(f"this {type(original).__name__} is set up already; use what setup returned.")
-        for optimizer in optimizers:
-            self._check_optimizer(optimizer)
-
-    def _check_optimizer(self, optimizer: Any) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigurationError(f"{a_type(optimizer)} was given as an optimizer to set up.")
-        check_kind(optimizer)
-        if any(optimizer is one or optimizer is one.optimizer for one in self._prepared.optimizers):
-            raise ConfigurationError(f"this {type(optimizer).__name__} is set up already; use what setup returned.")
+    def _wrapped(self, optimizer: Optimizer, engine: Engine) -> FabricOptimizer:
+        """Return an optimizer of an engine's module, which may update parameters of other modules too."""
+        wrapped, parameters = FabricOptimizer(optimizer, engine), set(parameters_of(optimizer))
+        for other in self._prepared.engines:
+            if not parameters.isdisjoint(other.module.parameters()):
+                wrapped.add_engine(other)
+        return wrapped
 
 
 class _NoInitialization(TorchFunctionMode):

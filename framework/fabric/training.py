@@ -14,7 +14,6 @@ from ..core.precision import Precision
 from .clipping import Clipping
 from .collectives import Collectives
 from .gradient_window import GradientWindow, check_weight
-from .loaders import FabricLoader
 from .objects import Engine
 from .prepared import Prepared
 from .window_rules import check_part, check_single_pass
@@ -73,13 +72,11 @@ class Training(Clipping):
         if self.parts > 1:
             check_part(self.parts, prepared.strategy.part, weight, "backward(loss, weight=...)")
         engine = prepared.engine_for_backward(model)
-        loader = prepared.reading.current
-        filler = loader is not None and loader.filler
         given = None if weight is None else float(weight)
         if self._window is not None and self._window.inside:
-            factor = self._window.factor(0.0 if filler else 1.0 if given is None else given)
+            factor = self._window.factor(0.0 if prepared.reading.filler else 1.0 if given is None else given)
         else:
-            factor = self._factor_alone(given, loader)
+            factor = self._factor_alone(given)
             for each in prepared.engines if engine is None else [engine]:
                 each.leave_closed_window()
         strategy = prepared.strategy if engine is None else engine.strategy
@@ -91,15 +88,16 @@ class Training(Clipping):
             factor *= self._scaler.scale
         return loss if factor == 1.0 else loss * factor
 
-    def _factor_alone(self, weight: float | None, loader: FabricLoader | None) -> float:
+    def _factor_alone(self, weight: float | None) -> float:
         """Return the factor of a loss outside ``accumulate``: its weight in the mean over ranks.
 
         Collective if a weight is given.
         """
+        reading = self._prepared.reading
         if weight is None:
-            return 1.0 if loader is None else loader.share
+            return reading.share
         check_weight(weight)
-        own, world = 0.0 if loader is not None and loader.filler else weight, self._ranks.world
+        own, world = 0.0 if reading.filler else weight, self._ranks.world
         total = torch.tensor([own], dtype=torch.float64)
         world.control_reduce(total).wait()
         mean = total.item() / world.size
@@ -119,7 +117,7 @@ class Training(Clipping):
         check_single_pass(prepared.strategy, self._window, "accumulate")
         engines, window = self.together(models, "accumulate")
         loader = prepared.reading.current
-        window.enter(0 if loader is None else loader.epoch, loader is not None and loader.end)
+        window.enter(0 if loader is None else loader.epoch, prepared.reading.end)
         with self.micro_batch(engines, window):
             yield
 

@@ -64,7 +64,7 @@ class WindowTraining:
             if not count:
                 wanted = self._training.coming_size if size is None else size
             count += 1
-            if not (reading.loaders[before:] and reading.loaders[-1].filler):
+            if not any(one.filler for one in reading.loaders[before:]):
                 window.append(batch)
             del batch
             if count == wanted:

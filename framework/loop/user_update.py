@@ -9,8 +9,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torch.optim import Optimizer
+
+from ..core.proxy import Proxy
 from ..run.overrides import StrategyOptimizer, is_overridden
 from ..run.run import Run
+
+
+class _HookOptimizer(Proxy):
+    """An optimizer as the module's hooks get it: ``optimizer`` is the original, as in Lightning."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The original."""
+        original: Optimizer = self.__dict__["_original"]
+        return original
 
 
 class UserUpdate:
@@ -45,7 +58,9 @@ class UserUpdate:
         # Some strategies hold gradients or weights outside of the parameters, so the strategy must do the step and drop
         # the gradients.
         reduces = self._strategy.traits.reduces_in_backward
-        self._for_user: Any = StrategyOptimizer(self._optimizer, self._strategy) if reduces else self._optimizer
+        self._for_user: Any = (
+            StrategyOptimizer(self._optimizer, self._strategy) if reduces else _HookOptimizer(self._optimizer)
+        )
         self.zero_grad = self._zero_grad()
         self.apply = self._apply(self._before_step(hooks, clipping))
 

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .recipe import Recipe, Step, View, kept, view_of
 from .scratch import Scratch
+from .supplied import has_supplied_values, is_supplying, read_into, supply
 
 # In place by their name, but without effect on values.
 _HARMLESS = {"requires_grad_", "detach_", "share_memory_", "retain_grad", "_is_view"}
@@ -119,6 +120,10 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.empty:
             return self._empty(args, kwargs)
+        if func is supply:
+            return self._supply(*args)
+        if func is has_supplied_values and (recipe := self.find(args[0])) is not None:
+            return [step.function for step in recipe.steps] == [read_into]
         tensors = [each for each in tree_flatten((args, kwargs))[0] if self.find(each) is not None]
         if not tensors:
             return func(*args, **kwargs)
@@ -157,6 +162,20 @@ class _Recorder(TorchFunctionMode):
             tensor = torch.empty(*args, **{**kwargs, "device": "meta"})
         self.known[tensor.untyped_storage()._cdata] = Recipe(tensor.detach(), device)
         return tensor
+
+    def _supply(self, tensor: Tensor, read: Callable[[], Tensor]) -> None:
+        """Let a parameter get its values from elsewhere, also one that was built on the meta device."""
+        recipe = self.find(tensor)
+        if not is_supplying() or (recipe is None and not (tensor.is_meta and isinstance(tensor, nn.Parameter))):
+            supply(tensor, read)
+            return
+        if recipe is None:
+            recipe = Recipe(tensor.detach(), torch.device("cpu"))
+            self.known[tensor.untyped_storage()._cdata] = recipe
+        if tensor.numel() == recipe.base.numel():
+            recipe.steps.clear()
+        target = view_of(tensor, recipe)
+        recipe.steps.append(Step(read_into, (target, read), {}, target))
 
     def _clone(self, tensor: Tensor) -> Tensor:
         """Return a copy without data, for ``copy.deepcopy`` of layers."""

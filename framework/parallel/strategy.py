@@ -21,10 +21,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..core.absent_names import lacks
 from ..core.arguments import NamesArguments
 from ..core.degrees import Degrees
 from ..core.precision import Precision
 from ..distributed.world import World
+from .absent_names import STRATEGY
 from .axes import check_axes
 from .canonical_state import CanonicalState
 from .gradient_operations import FullGradients, GradientOperations
@@ -80,6 +82,7 @@ class Traits:
         return not self.shards_state
 
 
+@lacks(STRATEGY)
 class Strategy(NamesArguments, ABC):
     """Base class of strategies: the distribution of work and state over ranks.
 

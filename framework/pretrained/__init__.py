@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING
 from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
-    from .loading import load_alone as load_alone, load_into as load_into, plan_loading as plan_loading
+    from .loading import (
+        given_at_once as given_at_once,
+        load_alone as load_alone,
+        load_into as load_into,
+        plan_loading as plan_loading,
+    )
     from .saving import folder_order as folder_order, save_folder as save_folder, save_held as save_held
 
-_HOMES = {".loading": "load_alone load_into plan_loading", ".saving": "folder_order save_folder save_held"}
+_HOMES = {
+    ".loading": "given_at_once load_alone load_into plan_loading",
+    ".saving": "folder_order save_folder save_held",
+}
 
 __getattr__ = on_call(__name__, _HOMES)

@@ -6,8 +6,9 @@ Each rank reads the headers of the files, and later the bytes of its own part of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
@@ -21,6 +22,7 @@ from ..distributed.collective_errors import on_all_ranks, on_rank_zero
 from ..distributed.world import World
 from ..parallel.meta_device import fill_from_rank_zero
 from ..parallel.strategy import Strategy
+from ..parallel.supplied import is_supplying, supply
 from ..state.module_state import Shapes, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_names, refuse
 from .fingerprint import fingerprint_of
@@ -35,6 +37,9 @@ from .transformers_models import (
 from .weight_folder import Weights, open_weights
 
 _ADVICE = "Give weights of this architecture, or strict=False to load only what matches."
+_RESIZE = (
+    " To resize a layer, build it in the size of the files, and resize it in configure_model after load_pretrained."
+)
 _COMPARED_ELEMENTS = 1 << 20
 
 
@@ -99,13 +104,13 @@ class _Matched:
         shapes: Shapes,
     ) -> None:
         self.weights, self._target, self._request = weights, target, request
-        at = {(id(part), key): name for name, (part, key) in places_of(root).items()}
+        at = {place: name for name, place in places_of(root).items()}
         self._in_root = {
-            name: at[id(part), key] for name, (part, key) in target.places.items() if (id(part), key) in at
+            name: at[place] for name, place in target.places.items() if place in at and name not in request.changed
         }
         own = {name: shapes[full] for name, full in self._in_root.items()}
-        self._saved = self._described(own)
-        self._tied = target.tied
+        self._saved = self._described()
+        self._tied = target.tied_among(self._in_root)
         self.match: ModelMatch = match_names(own, self._saved, self._tied)
 
     @classmethod
@@ -121,12 +126,13 @@ class _Matched:
         chosen._check()
         return chosen
 
-    def _described(self, own: Shapes) -> SavedModel:
-        target, stored = self._target.module, self.weights.tensors
+    def _described(self) -> SavedModel:
+        target, stored, own = self._target.module, self.weights.tensors, self._target.places
         names = {name: name for name in stored}
         if is_transformers_model(target):
             names = names_in_model(target, stored, own, self.weights.path)
             names = {new: old for new, old in names.items() if new in own or not is_unneeded(target, new)}
+        names = {new: old for new, old in names.items() if new not in self._request.changed}
         aliases = self.weights.checkpoint.aliases("model") if self.weights.checkpoint is not None else {}
         new = {old: name for name, old in names.items()}
         owners = {name: new.get(aliases.get(old, old), name) for name, old in names.items()}
@@ -143,12 +149,13 @@ class _Matched:
             match.accept_missing([name for name in match.missing if is_optional(self._target.module, name)])
         elif strict is None:
             strict = True
+        advice = _ADVICE + (_RESIZE if match.misshapen else "")
         if strict:
-            refuse(path, self._label, self._problems(), _ADVICE)
+            refuse(path, self._label, self._problems(), advice)
         elif strict is None:
-            refuse(path, self._label, self._problems(match.misshapen), _ADVICE)
+            refuse(path, self._label, self._problems(match.misshapen), advice)
         half = len(match.tensors) * 2
-        if half < len(self.weights.tensors) and half < len(self._in_root):
+        if self._request.given is None and half < len(self.weights.tensors) and half < len(self._in_root):
             raise CheckpointError(
                 f"{path} does not fit {self._label}: only {len(match.tensors)} of its {len(self.weights.tensors)} "
                 f"tensors have a place among the {len(self._in_root)} of the module: {listed(self._problems())}. Give "
@@ -188,15 +195,32 @@ class _Matched:
                     f"{self._label}: build the model with untied layers (tie_word_embeddings=False in its config)."
                 )
 
+    def arriving(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield the first name of each tensor that gets values, and its values."""
+        sources = {self._tied[name]: old for name, old in reversed(self.match.tensors.items())}
+        for name in self._in_root:
+            if name in sources:
+                yield name, self.weights.tensors[sources[name]]
+
+    def give(self) -> PretrainedRequest:
+        """Supply the tensors that match with their values, and return the request with them and this target."""
+        given = {name: tensor_at(self._target.places[name]) for name, _ in self.arriving()}
+        for name, stored in self.arriving():
+            supply(given[name], stored.read)
+        every = {name: tensor_at(self._target.places[name]) for name in self._in_root}
+        ids = set(map(id, given.values()))
+        return replace(
+            self._request,
+            target=self._target,
+            given={name: tensor for name, tensor in every.items() if id(tensor) in ids},
+        )
+
     def add_to(self, plan: LoadPlan, headers: str) -> None:
         """Add the tensors that match, and what is to be reported, to a plan."""
-        arriving = {self._tied[name]: old for name, old in reversed(self.match.tensors.items())}
-        for name, full in self._in_root.items():
-            old = arriving.get(self._tied[name])
-            if old is not None:
-                plan.supplied.add(full)
-                if self._tied[name] == name:
-                    plan.tensors[full] = self.weights.tensors[old]
+        plan.tensors.update((self._in_root[name], stored) for name, stored in self.arriving())
+        plan.supplied |= {
+            self._in_root[name] for name, first in self._tied.items() if self._in_root[first] in plan.tensors
+        }
         plan.targets.append(self._target)
         plan.sources.append({"path": str(self.weights.path), "headers": headers, "into": self._request.into})
         if problems := self._problems():
@@ -213,6 +237,21 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
         for start in range(0, total, _COMPARED_ELEMENTS)
         for size in (min(_COMPARED_ELEMENTS, total - start),)
     )
+
+
+def given_at_once(module: nn.Module, request: PretrainedRequest) -> PretrainedRequest:
+    """Let the next lines of ``configure_model`` find the weights that a module asks for, in ``SuppliedValues``.
+
+    They are read where a line needs them; the others are loaded when the strategy has set the module up. Weights that
+    do not match the layers built so far are compared again then, on all ranks.
+    """
+    if any(target.is_loaded for target in request.targets(module)):
+        return request
+    if is_supplying():
+        with suppress(CheckpointError):
+            request = _Matched.best(STRATEGIES.load("single")(), module, request).give()
+    request.mark_waiting(module)
+    return request
 
 
 def load_into(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError, unknown
 from ..parallel.meta_device import tensors_of
 from ..parallel.parameter_names import canonical_names, state_tensors
+from ..parallel.supplied import has_supplied_values
 from .generation import use_generation_config
 from .transformers_models import initialize_missing, transformers_models
 
@@ -18,6 +19,7 @@ Place = tuple[nn.Module, str]
 """The module that owns a tensor, and the tensor's key there."""
 
 _MARK = "_phalanx_has_weights"
+_AWAITS = "_phalanx_awaits_weights"
 
 
 class Target:
@@ -30,11 +32,10 @@ class Target:
         self.module = module
         self.places = places_of(module)
 
-    @property
-    def tied(self) -> dict[str, str]:
-        """Map each name to the first name of the same tensor."""
+    def tied_among(self, names: Collection[str]) -> dict[str, str]:
+        """Map each of these names to the first one of the same tensor."""
         first: dict[int, str] = {}
-        return {name: first.setdefault(id(tensor_at(place)), name) for name, place in self.places.items()}
+        return {name: first.setdefault(id(tensor_at(self.places[name])), name) for name in names}
 
     @property
     def is_loaded(self) -> bool:
@@ -50,6 +51,11 @@ class Target:
             # No ordinary way: layers are of any class. The mark is in their dict, so that copies have it too.
             part.__dict__[_MARK] = True
 
+    def in_place(self, root: nn.Module) -> set[str]:
+        """Return the names of the tensors that are still in the module ``root``."""
+        now = set(places_of(root).values())
+        return {name for name, place in self.places.items() if place in now}
+
 
 @dataclass(frozen=True)
 class PretrainedRequest:
@@ -61,16 +67,49 @@ class PretrainedRequest:
     """The name of the submodule, or its class; empty if it was not given. For records."""
     target: Target | None
     """The submodule; if it was not given, the only model of transformers at that time, if there was one."""
+    given: Mapping[str, Tensor] | None = None
+    """The tensors of the target that have the values of the files since the call; None if none has."""
+    changed: frozenset[str] = frozenset()
+    """The names of those that the program has changed or replaced since: it has their values now."""
 
     def targets(self, root: nn.Module) -> list[Target]:
         """Return the submodules that the files may belong to; the first one is preferred.
 
         Without ``into`` they may also hold the whole module, as ``Trainer.export`` writes it.
         """
-        if self.into and self.target is not None:
+        if self.target is not None and (self.into or self.given is not None):
             return [self.target]
         first = self.target or _only_model(root)
         return [Target(root)] if first is None else [first, Target(root)]
+
+    def mark_waiting(self, root: nn.Module) -> None:
+        """Mark the layers whose weights are not there yet, by which copies of them are found."""
+        target = self.targets(root)[0]
+        for name, (part, _) in target.places.items():
+            if self.given is None or (name in self.given and self.given[name].is_meta):
+                # No ordinary way: as in ``Target.mark_loaded``.
+                part.__dict__[_AWAITS] = True
+
+    def settled(self, root: nn.Module) -> PretrainedRequest:
+        """Return the request with the names that were changed since the call. Called in its ``SuppliedValues``.
+
+        Raises:
+            ConfigurationError: a tensor was replaced that had no values to copy, as it was on the meta device.
+        """
+        if self.target is None or self.given is None:
+            return self
+        kept = self.target.in_place(root)
+        changed = set()
+        for name, tensor in self.given.items():
+            is_same = name in kept and tensor_at(self.target.places[name]) is tensor
+            if not is_same and tensor.is_meta:
+                raise ConfigurationError(
+                    f"{name} was replaced after load_pretrained, and was on the meta device, where its values cannot "
+                    "be copied: build the model on the CPU, without torch.device('meta')."
+                )
+            if not (is_same and (tensor.is_meta or has_supplied_values(tensor))):
+                changed.add(name)
+        return replace(self, given={}, changed=frozenset(changed))
 
     def use_generation_config(self) -> None:
         """Let the model generate with the settings of the folder; also where its weights come from a checkpoint.
@@ -107,6 +146,27 @@ def requested(
     if into is None:
         return PretrainedRequest(os.fspath(path), strict, "", _only_model(root))
     return PretrainedRequest(os.fspath(path), strict, type(into).__name__, Target(into))
+
+
+def forget_waiting(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Remove the marks of layers whose weights were not there yet, and return those layers by path."""
+    # No ordinary way: see ``Target.mark_loaded``.
+    return [(path, part) for path, part in root.named_modules() if part.__dict__.pop(_AWAITS, False)]
+
+
+def check_copies(root: nn.Module, requests: Collection[PretrainedRequest]) -> None:
+    """Refuse copies of layers that were made before the layers had their weights.
+
+    Raises:
+        ConfigurationError: there is such a copy.
+    """
+    own = {id(part) for one in requests if one.target is not None for part, _ in one.target.places.values()}
+    for path, part in forget_waiting(root):
+        if id(part) not in own and any(one.target is not None for one in requests):
+            raise ConfigurationError(
+                f"{path} is a copy of a layer whose pretrained weights were not there yet: call load_pretrained in "
+                "configure_model, on layers that are not on the meta device, and copy them after that line."
+            )
 
 
 def _only_model(root: nn.Module) -> Target | None:

@@ -25,6 +25,7 @@ from ..checkpoint.safetensors_io import code_of
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..distributed.seed import capture, restore
 from ..parallel.parameter_names import canonical_table, state_tensors
+from ..parallel.supplied import SuppliedValues
 from .class_hyperparameters import imported_classes
 from .frozen_base import refuse_other_base
 from .hparams_file import read_hparams
@@ -63,10 +64,13 @@ def rebuild_module(
         _check_average(checkpoint, average)
     with kept_generators(device):
         module = _built(cls, checkpoint, overrides, hparams_file)
-        module.configure_model()
         if checkpoint.left_out:
+            with SuppliedValues():
+                module.configure_model()
+                module.settle_pretrained()
             module.load_requested()
         else:
+            module.configure_model()
             module.drop_pretrained()
         module.to(device)
         _hand_over_user_state(module, checkpoint)

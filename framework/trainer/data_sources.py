@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch.utils._pytree import tree_map
+
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, DataError
 from ..data.combined_source import prepare_evaluations, prepare_training
+from ..data.dataloader import in_order
 from ..distributed.rank_zero_first import first_in_turn
 from ..run.overrides import is_overridden
 
@@ -91,15 +94,20 @@ class Data:
             global_batch=settings.global_batch,
         )
 
-    def evaluation(self, stage: str) -> list[EvaluationSource]:
-        """Return a source for each loader of a stage; an empty list if there is no loader."""
+    def evaluation(self, stage: str, sequential: bool = False) -> list[EvaluationSource]:
+        """Return a source for each loader of a stage; an empty list if there is no loader.
+
+        Args:
+            stage: the stage.
+            sequential: read shuffled loaders in the dataset's order, as ``overfit_batches`` does.
+        """
         loaders = self.loaders(stage)
         if loaders is None:
             return []
         if stage != "train" and self.keep is not None:
             self.keep(stage, loaders)
         return prepare_evaluations(
-            loaders,
+            tree_map(in_order, loaders) if sequential else loaders,
             rank=self.world.data_rank,
             size=self.world.data_size,
             seed=self.seed,

@@ -46,13 +46,14 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
     source, full = sources()
     windows = _windows(settings.global_batch)(source, run.accumulation, run.progress, full, run.world.size)
     if isinstance(windows, RepeatableWindows):
-        found = None if checkpoint is None else checkpoint.document.get("micro_batch_size")
-        windows.start_with(found or session.first_micro_batch or windows.micro_batch_size)
+        size = None if checkpoint is None else checkpoint.document.get("micro_batch_size")
+        windows.start_with(size or session.first_micro_batch or windows.micro_batch_size)
     validation = None
     # Where validation is switched off its loaders are not requested, since their data may be missing.
     is_on = settings.limits["validate"] != 0
     if is_on and is_overridden("validation_step", run.module):
-        validation = evaluation_plan(session, "validate", data.evaluation("validate"))
+        found = data.evaluation("validate", sequential=bool(settings.overfit_batches))
+        validation = evaluation_plan(session, "validate", found)
         if validation is not None:
             validation.count_in(run.evaluated_batches)
         elif not data.provides("validate"):
@@ -85,7 +86,8 @@ def _validation_reloader(session: Session, loop: FitLoop, data: Data) -> Callabl
     def reload() -> None:
         validation = loop.plan.validation
         if validation is not None:
-            fresh = evaluation_plan(session, "validate", data.evaluation("validate"))
+            found = data.evaluation("validate", sequential=bool(session.settings.overfit_batches))
+            fresh = evaluation_plan(session, "validate", found)
             if fresh is not None:
                 validation.use_sources(fresh.sources, fresh.limits)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ..parallel.compilation import is_compiled
 from ..parallel.strategy_checks import check_placed
+from ..parallel.supplied import SuppliedValues
 from ..parallel.sync_batch_norm import share_batch_statistics
 from ..pretrained import plan_loading
 from ..pretrained.request import initialize_rest
@@ -41,11 +43,14 @@ def place_model(
         CheckpointError: on all ranks; the pretrained weights cannot be read, or do not match the module.
     """
     module, precision = run.module, run.precision
-    with run.strategy.building():
+    replaced = checkpoint is not None and not checkpoint.left_out
+    with nullcontext() if replaced else SuppliedValues(), run.strategy.building():
         module.configure_model()
+        if not replaced:
+            module.settle_pretrained()
         empty = empty_tensors(module)
     check_placed(run.strategy, module, training)
-    pretrained = _planned(run, request, empty, replaced=checkpoint is not None and not checkpoint.left_out)
+    pretrained = _planned(run, request, empty, replaced)
     if session.settings.given.sync_batchnorm and run.world.size > 1:
         run.at_end.callback(share_batch_statistics(module, run.device_type))
     run.strategy.to_device(module, () if pretrained is None else pretrained.supplied)

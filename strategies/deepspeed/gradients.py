@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...framework.core.errors import ConfigurationError, LoopError
@@ -13,7 +14,9 @@ from .update import EngineUpdate
 
 
 class EngineGradients(GradientOperations):
-    """Operations on all gradients of an engine: it scales and clips them in its step, and cannot select parameters.
+    """Operations on the gradients of an engine, which scales and clips all of them in its step.
+
+    Those of some parameters are gathered one by one, for their norm, and again to be clipped.
 
     Args:
         name: the name of the strategy, for errors.
@@ -25,6 +28,7 @@ class EngineGradients(GradientOperations):
     def __init__(self, name: str, update: EngineUpdate | None = None) -> None:
         self._name = name
         self._update = update
+        self._own_norm: Tensor | None = None
 
     @property
     def update(self) -> EngineUpdate:
@@ -55,21 +59,47 @@ class EngineGradients(GradientOperations):
         return self.update.has_finite_norm()
 
     def norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all gradients, regardless of ``parameters``; infinite if not finite. Collective.
+        """Return the norm of the gradients of these parameters; infinite if not finite. Collective.
 
         Raises:
-            ConfigurationError: ``norm_type`` is not 2; the engine computes only the L2 norm.
+            ConfigurationError: ``norm_type`` is not 2 for all parameters; the engine computes only the L2 norm.
         """
+        chosen = self._of_engine(parameters)
+        if len(chosen) < len(self._trained):
+            gradients = [gradient for each in chosen if (gradient := self.update.lent.get(each)) is not None]
+            norm = torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else torch.zeros(())
+            return norm.to(self.update.engine.device)
         if norm_type != 2.0:
             raise ConfigurationError(
                 f"norm_type={norm_type} is not possible under strategy={self._name!r}, whose engine computes the L2 "
                 "norm: use 2.0, or strategy='ddp'."
             )
-        return self.update.norm()
+        self._own_norm = self.update.norm()
+        return self._own_norm
+
+    @property
+    def _trained(self) -> Collection[int]:
+        return self.update.state.groups.trained
+
+    def _of_engine(self, parameters: Iterable[Any]) -> Sequence[Any]:
+        return list({id(each): each for each in parameters if id(each) in self._trained}.values())
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-        """Clip all gradients by their norm: at once in stage 1 in bf16, else in the next step."""
-        self.update.clip(max_norm)
+        """Clip the gradients of these parameters; of all of them by their own norm in the engine's next step.
+
+        In stage 1 in bf16, and for some of the parameters, the gradients are clipped at once.
+        """
+        chosen = self._of_engine(parameters)
+        if len(chosen) == len(self._trained) and norm is self._own_norm:
+            self.update.clip(max_norm)
+            return
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        # The engine leaves out an update whose gradients are not finite.
+        factor = torch.where(norm.isfinite(), factor, torch.ones_like(factor))
+        if len(chosen) == len(self._trained):
+            self.update.scale(factor.item())
+        else:
+            self.update.scale_some(chosen, factor)
 
     def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Raise, as the engine clips by norm only.

@@ -7,7 +7,7 @@ and cached, so that the step does not compute it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -202,6 +202,12 @@ class EngineUpdate:
         step."""
         self._take_back()
         self._stage.clip(max_norm)
+
+    def scale_some(self, parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+        """Multiply the gradients of some parameters by a factor. Collective."""
+        for parameter in parameters:
+            if (gradient := self.lent.get(parameter)) is not None:
+                self.lent.set(parameter, gradient * factor.to(gradient))
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """Divide the loss scale out of a gradient."""

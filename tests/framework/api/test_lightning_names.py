@@ -10,9 +10,11 @@ from lightning_names import methods_that_lack_arguments, missing, public, withou
 from messages import refuses
 from models import Regressor, loader, silent_trainer
 
+import phalanx
 from phalanx import Callback, DataModule, Fabric, Trainer, TrainModule
 from phalanx.framework.api.absent_names import CHECKPOINT_KEYS, DATA_MODULE, MODULE, TRAINER
 from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.parallel.absent_names import STRATEGY
 
 pl = pytest.importorskip("lightning.pytorch")
 lightning_fabric = pytest.importorskip("lightning.fabric")
@@ -28,6 +30,33 @@ def test_each_name_of_the_trainer() -> None:
     absent = missing(names, silent_trainer(devices=1))
     assert set(absent) == set(TRAINER)
     assert absent["fit_loop"].startswith("Trainer has no 'fit_loop': there are no loop objects: ")
+
+
+@pytest.mark.parametrize("name", STRATEGY)
+def test_each_absent_name_of_a_strategy(name: str) -> None:
+    with refuses(AttributeError, f"'{name}'"):
+        getattr(silent_trainer(devices=1).strategy, name)
+
+
+def test_the_optimizer_of_a_hook_has_the_original() -> None:
+    class Model(Regressor):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            assert optimizer.optimizer is self.optimizers()
+            assert isinstance(optimizer, type(self.optimizers()))
+            optimizer.step(closure=optimizer_closure)
+
+    module = Model()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    silent_trainer(devices=1, max_steps=1).fit(module, loader(8))
+    assert all(not old.equal(new) for old, new in zip(before, module.parameters(), strict=True))
+
+
+def test_a_misspelled_import_names_the_closest_name() -> None:
+    with refuses(ImportError, "ModelCheckpont", "'ModelCheckpoint'"):
+        from phalanx.callbacks import ModelCheckpont  # noqa: F401
+    with refuses(AttributeError, "'Trainr'", "'Trainer'"):
+        phalanx.Trainr  # noqa: B018
+    assert not hasattr(phalanx, "Trainr")
 
 
 def test_each_name_of_the_data_module() -> None:

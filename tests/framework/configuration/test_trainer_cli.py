@@ -19,6 +19,8 @@ from phalanx import TrainerCLI
 from phalanx.callbacks import EarlyStopping, Timer
 from phalanx.configuration import LRSchedulerCallable, OptimizerCallable, SaveConfigCallback, TrainerArgumentParser
 from phalanx.errors import ConfigurationError
+from phalanx.loggers import CSVLogger
+from phalanx.strategies import DDPStrategy
 
 QUIET: dict[str, Any] = {**SILENT, "max_epochs": 2, "enable_report": False}
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
@@ -294,6 +296,19 @@ def test_callbacks_of_the_defaults_are_added_to_those_of_a_configuration() -> No
     cli = TrainerCLI(Net, Points, trainer_defaults=defaults, args=["--trainer.callbacks=Timer"], run=False)
     kinds = {type(callback).__name__ for callback in cli.trainer.callbacks}
     assert {"Timer", "EarlyStopping"} <= kinds
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_objects_among_the_defaults_are_used_unless_a_configuration_has_others(several: bool, tmp_path: Path) -> None:
+    logger, strategy = CSVLogger(tmp_path), DDPStrategy(bucket_cap_mb=1)
+    defaults = {**QUIET, "logger": [logger] if several else logger, "strategy": strategy}
+    cli = TrainerCLI(Net, Points, trainer_defaults=defaults, args=[], run=False)
+    assert cli.trainer.loggers == [logger]
+    assert cli.trainer.strategy is strategy
+    other = TrainerCLI(
+        Net, Points, trainer_defaults=defaults, args=["--trainer.logger=false", "--trainer.strategy=single"], run=False
+    )
+    assert (other.trainer.loggers, other.trainer.strategy.name) == ([], "single")
 
 
 def test_the_seed() -> None:

@@ -12,7 +12,7 @@ import torch
 from messages import refuses
 from small_fits import Tiny, capturing, loader, quiet_trainer
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import DataModule, TrainModule
 from phalanx.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
@@ -115,6 +115,17 @@ def test_learning_rates_that_a_monitor_has_read(tmp_path: Path) -> None:
     assert monitor.last_weight_decay_values == {"lr-SGD-weight_decay": 0.125}
 
 
+def test_the_rates_of_groups_that_are_added_in_a_fit(tmp_path: Path) -> None:
+    class Growing(Tiny):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.optimizers().add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.5})
+
+    monitor = LearningRateMonitor(logging_interval="epoch")
+    quiet_trainer(tmp_path, monitor, max_epochs=3, logger=CSVLogger()).fit(Growing(), loader())
+    assert monitor.lrs["lr-SGD/pg2"][-1] == 0.5
+
+
 def test_the_worst_of_all_checkpoints(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(dirpath=tmp_path, monitor="metric", save_top_k=-1)
     quiet_trainer(tmp_path, checkpoint, max_epochs=3).fit(Tiny({"metric": [2.0, 3.0, 1.0]}), loader(), loader(4))
@@ -205,6 +216,20 @@ def test_overfitting_has_precedence_over_limits(tmp_path: Path) -> None:
     trainer.fit(Tiny({"metric": [1.0]}), loader(), loader())
     assert (trainer.num_training_batches, trainer.num_val_batches) == (2, [2])
     assert (trainer.limit_train_batches, trainer.limit_val_batches, trainer.limit_test_batches) == (2, 2, 1)
+
+
+def test_overfitting_validates_in_order(tmp_path: Path) -> None:
+    seen = []
+
+    class Watching(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.extend(batch[0].flatten().tolist())
+
+    rows = torch.arange(8.0).reshape(8, 1)
+    shuffled = DataLoader(TensorDataset(rows), batch_size=2, shuffle=True)
+    trainer = quiet_trainer(tmp_path, [], max_epochs=1, overfit_batches=2)
+    trainer.fit(Watching(), loader(), shuffled)
+    assert seen == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_without_an_optimizer_the_next_step_is_given_and_works(tmp_path: Path) -> None:
