@@ -124,6 +124,13 @@ class CheckpointRecords(Callback):
         if self.dirpath is None:
             self.dirpath = state["dirpath"]
 
+    def _clear_records(self) -> None:
+        """Forget the checkpoints of earlier fits, which stay on the disk."""
+        self._kept.clear()
+        self.last_model_path = self._newest = ""
+        self._current = None
+        self._superseded = []
+
     def _restore(self, state: dict[str, Any]) -> None:
         """Restore the records from a state dict: of a checkpoint, or of the moment before a failed save."""
         self._kept.load_state_dict(state)

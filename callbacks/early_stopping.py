@@ -141,11 +141,14 @@ class EarlyStopping(Callback):
         if self._doubt is not None:
             trainer.note(self._doubt)
 
-    def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
-        if trainer.global_step == 0:
+    def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
+        if stage == "fit":
+            # A resumed fit loads its state from the checkpoint.
             self._reset()
+
+    def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         # A resumed run whose patience was exhausted stops at once. It would otherwise train until the next check.
-        elif self.wait_count and self.wait_count >= self.patience:
+        if self.wait_count and self.wait_count >= self.patience:
             trainer.request_stop(self.stopping_reason_message or self._out_of_patience())
 
     def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:

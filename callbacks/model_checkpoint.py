@@ -120,12 +120,9 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         self.enable_version_counter = enable_version_counter
         self._schedule = SaveSchedule(every_n_train_steps, every_n_epochs, train_time_interval)
         self._template = self._as_template(filename or DEFAULT_NAME)
-        self.last_model_path = ""
-        self._newest = ""
         self.asynchronous = asynchronous
         self._kept = Retention(save_top_k, self.mode, monitor is not None, keep_last, keep_every_nth)
-        self._superseded = []
-        self._current: float | None = None
+        self._clear_records()
         self._begin(0)
 
     def _begin(self, step: int) -> None:
@@ -184,6 +181,9 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         return super().wants(hook)
 
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
+        if stage == "fit":
+            # Those of another fit, such as another fold. A resumed fit loads its own from the checkpoint.
+            self._clear_records()
         if self._given_dirpath is None and (stage == "fit" or self.dirpath is None):
             self.dirpath = os.path.abspath(trainer.checkpoint_dir)
 

@@ -164,10 +164,16 @@ class ProgressBar(Callback):
             self._screen = self._chosen_screen(choice)
 
     def teardown(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
-        self._screen.close()
+        self._release()
 
     def on_exception(self, trainer: TrainerView, module: TrainModule, exception: BaseException) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Close the screen, and leave the objects of the run, which cannot be copied."""
         self._screen.close()
+        self._screen = Lines(self._line_seconds)
+        self._speed = self._epoch_speed = None
 
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._table = EpochTable(_best_of(trainer))

@@ -88,6 +88,11 @@ class Timer(Callback):
         self._starts.pop("train", None)
         self._ends.pop("train", None)
 
+    def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
+        if stage == "fit":
+            # A resumed fit loads the time of its earlier parts from the checkpoint.
+            self._trained_before = 0.0
+
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin("train")
         if self._limit_seconds is not None:

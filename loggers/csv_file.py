@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.metrics.file_logger import FileLogger, plain_number
@@ -37,6 +37,8 @@ class CSVLogger(FileLogger):
         prefix: prepended to the key of every metric, with ``-`` between.
         flush_logs_every_n_steps: the largest number of steps between two writes.
     """
+
+    _LIVE: ClassVar = {"_lock": Lock, "_rows": list, "_table": type(None)}
 
     def __init__(
         self,

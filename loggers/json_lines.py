@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 from ..framework.metrics.file_logger import FileLogger, plain_number
 from ..framework.metrics.hparams_text import as_mapping
@@ -39,6 +39,8 @@ class JSONLinesLogger(FileLogger):
         version: a number, or the directory's name; default: the run's, or the next free one.
         prefix: prepended to the key of every metric, with ``-`` between.
     """
+
+    _LIVE: ClassVar = {"_lock": Lock, "_lines": type(None)}
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.distributed.rank_zero import is_rank_zero
@@ -42,6 +42,8 @@ class RemoteLogger(FileLogger):
 
     LIBRARY = ""
     REQUIREMENT = ""
+
+    _LIVE: ClassVar = {"_sender": type(None), "_outbox": type(None), "_saver": type(None)}
 
     def __init__(
         self,

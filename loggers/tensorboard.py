@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ class TensorBoardLogger(FileLogger):
         sub_dir: a subdirectory of the version's directory for the event files.
         kwargs: further arguments of ``SummaryWriter``, such as ``max_queue`` and ``flush_secs``.
     """
+
+    _LIVE: ClassVar = {"_lock": Lock, "_writer": type(None)}
 
     def __init__(
         self,

@@ -287,13 +287,15 @@ class _WarmServer:
             _wait_to_serve(theirs)
         theirs.close()
 
-    def Popen(self, command: Sequence[str], *, env: Mapping[str, str], stdin: int, preexec_fn: Any) -> Any:
+    def Popen(
+        self, command: Sequence[str], *, env: Mapping[str, str], cwd: str | None, stdin: int, preexec_fn: Any
+    ) -> Any:
         """Start the server."""
         if self._pid is None:
-            return subprocess.Popen(command, env=env, stdin=stdin, preexec_fn=preexec_fn)
+            return subprocess.Popen(command, env=env, cwd=cwd, stdin=stdin, preexec_fn=preexec_fn)
         process, self._pid = _Child(self._pid), None
         with self._ours:
-            self._ours.send((list(command), os.getcwd(), dict(env)))
+            self._ours.send((list(command), cwd or os.getcwd(), dict(env)))
             with socket.socket(fileno=os.dup(self._ours.fileno())) as line:
                 sendfds(line, [stdin, 1, 2])
         return process

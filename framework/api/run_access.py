@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -16,19 +17,64 @@ if TYPE_CHECKING:
     from .contracts import AttachedRun, TrainerView
 
 
-class RunAccess(nn.Module):
-    """The side of ``TrainModule`` that reads its Trainer."""
+# The modules that were passed to a Trainer or a Fabric, while their runs last.
+_IN_RUNS: WeakSet[RunAccess] = WeakSet()
 
-    _run: AttachedRun | None = None
+
+class RunAccess(nn.Module):
+    """The side of ``TrainModule`` that reads its Trainer.
+
+    A module that is a part of another one, at any depth, reads the Trainer of the whole.
+    """
+
+    _own_run: AttachedRun | None = None
+    # A weak reference, so that the whole is not a submodule of its part.
+    _whole: ref[RunAccess] | None = None
+
+    def _use_run(self, run: AttachedRun | None) -> None:
+        """Read from a run, or from none, with all parts; those that are added later are found when they read."""
+        self._own_run, self._whole = run, None
+        if self._is_in_run(run):
+            _IN_RUNS.add(self)
+        else:
+            _IN_RUNS.discard(self)
+        for part in self._parts:
+            part._whole = ref(self)
+
+    @property
+    def _parts(self) -> list[RunAccess]:
+        return [part for part in self.modules() if isinstance(part, RunAccess) and part is not self]
+
+    @property
+    def _run(self) -> AttachedRun | None:
+        own = self._own_run
+        if self._is_in_run(own):
+            return own
+        whole = self._find_whole()
+        return own if whole is None else whole._own_run
+
+    def _find_whole(self) -> RunAccess | None:
+        """Return the module that this one is a part of: one in a run, if there is one."""
+        whole = None if self._whole is None else self._whole()
+        if _IN_RUNS and whole not in _IN_RUNS and self not in _IN_RUNS:
+            found = (other for other in list(_IN_RUNS) if any(part is self for part in other.modules()))
+            whole = next(found, whole)
+            self._whole = None if whole is None else ref(whole)
+        return whole
+
+    @staticmethod
+    def _is_in_run(run: AttachedRun | None) -> bool:
+        return run is not None and not isinstance(run, OutsideRun)
 
     @property
     def _live(self) -> AttachedRun:
-        if self._run is None:
+        run = self._run
+        if run is None:
             raise ConfigurationError(
                 f"{type(self).__name__} belongs to no run: pass it to Trainer.fit, validate, test or predict, or set "
                 "module.trainer in a test."
             )
-        return self._run
+        return run
 
     @property
     def trainer(self) -> TrainerView:
@@ -47,11 +93,24 @@ class RunAccess(nn.Module):
         """
         if self._in_run:
             raise ConfigurationError("module.trainer was set during a run: set it before fit, or after it.")
-        self._run = None if trainer is None else OutsideRun(trainer)
+        self._use_run(None if trainer is None else OutsideRun(trainer))
 
     @property
     def _in_run(self) -> bool:
-        return self._run is not None and not isinstance(self._run, OutsideRun)
+        return self._is_in_run(self._run)
+
+    def check_free(self, caller: str) -> None:
+        """Check that no stage of a Trainer is in progress on this module. Called by the Trainer.
+
+        Raises:
+            ConfigurationError: there is one.
+        """
+        # The run of a Fabric has no stages.
+        if (stage := getattr(self._run, "stage", None)) is not None:
+            raise ConfigurationError(
+                f"{caller} was given {type(self).__name__}, which is in use by Trainer.{stage}: wait until that has "
+                "ended, or pass a copy, copy.deepcopy(module)."
+            )
 
     @property
     def fabric(self) -> Fabric:
@@ -79,22 +138,22 @@ class RunAccess(nn.Module):
     @property
     def current_epoch(self) -> int:
         """The epoch in progress, from 0."""
-        return self._run.progress.epoch if self._run is not None else 0
+        return run.progress.epoch if (run := self._run) is not None else 0
 
     @property
     def global_step(self) -> int:
         """Optimizer updates applied."""
-        return self._run.progress.global_step if self._run is not None else 0
+        return run.progress.global_step if (run := self._run) is not None else 0
 
     @property
     def global_rank(self) -> int:
         """This process's rank among all."""
-        return self._run.trainer.global_rank if self._run is not None else 0
+        return run.trainer.global_rank if (run := self._run) is not None else 0
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its node."""
-        return self._run.trainer.local_rank if self._run is not None else 0
+        return run.trainer.local_rank if (run := self._run) is not None else 0
 
     @property
     def logger(self) -> Logger | None:
@@ -104,7 +163,7 @@ class RunAccess(nn.Module):
     @property
     def loggers(self) -> list[Logger]:
         """All loggers of the Trainer; an empty list without a Trainer."""
-        return self._run.trainer.loggers if self._run is not None else []
+        return run.trainer.loggers if (run := self._run) is not None else []
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0."""

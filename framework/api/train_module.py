@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from .contracts import AttachedRun
 
-_LIVE = ("_run", "_metric_log")
+_LIVE = ("_own_run", "_whole", "_metric_log")
 _LOGS = ("log", "log_dict")
 
 
@@ -61,7 +61,7 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
     @names_arguments
     def __init__(self) -> None:
         super().__init__()
-        self._run = None
+        self._own_run = None
         self._metric_log = None
         # The parameters that are toggled off, and whether they required gradients before.
         self._toggled: dict[Tensor, bool] = {}
@@ -77,19 +77,21 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
         return state
 
     def attach(self, run: AttachedRun) -> None:
-        """Make this module part of a run. Called by the Trainer."""
-        self._run = run
+        """Make this module and its parts read from a run. Called by the Trainer."""
+        self._use_run(run)
 
     def detach(self) -> None:
         """Leave the run and keep its Trainer: optimizers are untoggled, and ``self.log`` does nothing."""
-        self.untoggle_optimizer()
+        for part in (self, *self._parts):
+            part.untoggle_optimizer()
         self.log_to(None)
-        if self._run is not None:
-            self._run = OutsideRun(self._run.trainer)
+        if self._own_run is not None:
+            self._use_run(OutsideRun(self._own_run.trainer))
 
     def join_fabric(self, run: AttachedRun | None, log: Any) -> None:
         """Read from a Fabric, and log to it; None leaves it. Called by the Fabric that sets this module up."""
-        self._run, self._metric_log = run, log
+        self._use_run(run)
+        self._metric_log = log
 
     @property
     def forward_methods(self) -> tuple[str, ...]:
@@ -118,7 +120,11 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
         """
         if self._logs_directly:
             del self.log
-        undos = [replace_method(self, name, torch.compiler.disable(getattr(self, name))) for name in _LOGS]
+        undos = [
+            replace_method(part, name, torch.compiler.disable(getattr(part, name)))
+            for part in (self, *self._parts)
+            for name in _LOGS
+        ]
 
         def undo() -> None:
             for restore in undos:
@@ -158,6 +164,8 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
             MetricError: the value has a type that cannot be logged.
         """
         sink = self._metric_log
+        if sink is None and (whole := self._find_whole()) is not None:
+            sink = whole._metric_log
         if sink is not None:
             sink.log(
                 name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size,

@@ -90,10 +90,16 @@ class Retention:
         self.ranked = ranked
         self.every_nth = every_nth
         self.depth = max(newest, 0 if ranked else k, 1 if not ranked and k == -1 else 0)
-        self.newest: list[str] = []
-        self.forever: list[str] = []
-        self.due = 0
+        self.newest: list[str]
+        self.forever: list[str]
+        self.due: int
         """The number of checkpoints that have been due, written or not."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all checkpoints."""
+        self.best.scores = {}
+        self.newest, self.forever, self.due = [], [], 0
 
     @property
     def saves(self) -> bool:

@@ -55,12 +55,14 @@ class HyperparametersMixin:
         Raises:
             ConfigurationError: a name is not an argument of ``__init__``.
         """
+        if frame is None and (current := inspect.currentframe()) is not None:
+            frame = outside(current.f_back)
+        arguments, container = _init_arguments(self, frame), None
         if len(args) == 1 and not isinstance(args[0], str):
             found = _items_of(args[0])
+            container = next((name for name, value in arguments.items() if value is args[0]), None)
         else:
-            if frame is None and (current := inspect.currentframe()) is not None:
-                frame = outside(current.f_back)
-            found = _chosen(_init_arguments(self, frame), args)
+            found = _chosen(arguments, args)
         skipped = {ignore} if isinstance(ignore, str) else set(ignore or ())
         kept = {name: value for name, value in {**self.hparams, **found}.items() if name not in skipped}
         # Called before ``nn.Module.__init__``, and perhaps in a class with a ``__setattr__`` of its own.
@@ -68,6 +70,7 @@ class HyperparametersMixin:
         # Containers are copied, but not a tensor or a module in them.
         object.__setattr__(self, "_hparams_initial", tree_map(lambda leaf: leaf, kept))
         object.__setattr__(self, "_log_hparams", logger)
+        object.__setattr__(self, "_hparams_container", container and (container, isinstance(args[0], Namespace)))
 
     @property
     def hparams(self) -> AttributeDict:
@@ -87,6 +90,20 @@ class HyperparametersMixin:
         """Remove recorded hyperparameters by name, such as those that a base class recorded."""
         for name in ignore_list:
             self.hparams.pop(name, None)
+
+    @property
+    def hparams_container(self) -> tuple[str, bool] | None:
+        """The argument of ``__init__`` that held all hyperparameters, and whether it was a ``Namespace``; or None."""
+        kept: tuple[str, bool] | None = self.__dict__.get("_hparams_container")
+        return kept
+
+    @property
+    def hparams_at_default(self) -> list[str]:
+        """The names of the hyperparameters that are the defaults of ``__init__``."""
+        parameters = inspect.signature(type(self).__init__).parameters
+        return [
+            name for name, value in self.hparams.items() if name in parameters and value is parameters[name].default
+        ]
 
     @property
     def hparams_to_log(self) -> dict[str, Any]:

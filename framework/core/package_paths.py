@@ -7,11 +7,27 @@ import sys
 import warnings
 from pathlib import Path
 
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        # It was deleted.
+        return None
+
+
+_IMPORTED = os.getpid(), _working_directory()
 PACKAGE_ROOT = Path(__file__).absolute().parents[2]
 _FOLDERS = ("framework", "strategies", "callbacks", "loggers", "cli")
 
 # The package may have been imported through a link. Tests and examples beside the folders count as user code.
 OWN_FOLDERS = tuple(f"{root / folder}/" for root in {PACKAGE_ROOT, PACKAGE_ROOT.resolve()} for folder in _FOLDERS)
+
+
+def first_directory() -> str | None:
+    """Return the working directory when this process imported phalanx; None if it is not known."""
+    process, directory = _IMPORTED
+    return directory if process == os.getpid() else None
 
 
 def folder_of(room: str) -> str:

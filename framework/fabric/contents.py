@@ -168,6 +168,7 @@ def snapshot_of(
             "module": "" if only is None else f"{type(only).__module__}.{type(only).__qualname__}",
             "hparams": hparams,
             "class_hparams": class_names(given),
+            "hparams_container": getattr(only, "hparams_container", None),
             "weights_only": True,
             "progress": {"global_step": steps},
             "optimizers": [described for described, _ in states],

@@ -36,7 +36,7 @@ from ..parallel.compilation import compilation
 from ..parallel.optimizer_step import Updater
 from ..parallel.resources import Resources, resolve_resources
 from ..parallel.strategy import Strategy
-from ..system.entry_script import can_rerun_script
+from ..system.entry_script import can_rerun_script, return_to_directory
 from .checkpoints import Checkpoints
 from .collectives import Collectives
 from .full_weights import FullWeights
@@ -94,6 +94,7 @@ class Fabric(AccelerateNames):
         compile: bool | str | Mapping[str, Any] = False,
         parallel: Mapping[str, int] | str | None = None,
     ) -> None:
+        return_to_directory()
         must_be_none("Fabric(plugins=...)", plugins, "give the strategy and the precision as objects or by name")
         self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision, parallel=parallel)
         self.compilation = compilation(compile, self.resources.device_type, self.resources.strategy)

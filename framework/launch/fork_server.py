@@ -54,6 +54,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [*script.interpreter, str(Path(fork_server_main.__file__)), script.target, *script.arguments],
                 env=environment,
+                cwd=script.directory,
                 stdin=server_end.fileno(),
                 preexec_fn=_child_setup(),
             )

@@ -183,6 +183,7 @@ class _ScriptLauncher:
             return subprocess.Popen(
                 self._script.command,
                 env=environment,
+                cwd=self._script.directory,
                 pass_fds=[*inherited.values()],
                 stdin=stdin,
                 stdout=stdout,

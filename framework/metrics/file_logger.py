@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..core.errors import ConfigurationError, StorageError
 from .hparams_text import as_yaml
@@ -29,6 +29,8 @@ class FileLogger(Logger):
     """The text between the prefix and the key of a metric."""
     NAME_HPARAMS_FILE = "hparams.yaml"
     """The file of the hyperparameters."""
+    _LIVE: ClassVar[Mapping[str, Callable[[], Any]]] = {}
+    """The attributes that belong to one object only, and functions that create those of a copy."""
 
     def __init__(
         self,
@@ -49,6 +51,14 @@ class FileLogger(Logger):
         self._expected = (os.curdir, _DEFAULT_NAME)
         self._version: int | str | None = version
         self._hparams: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy opens files and threads of its own.
+        return {name: value for name, value in vars(self).items() if name not in self._LIVE}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in {**state, **{name: create() for name, create in self._LIVE.items()}}.items():
+            setattr(self, name, value)
 
     def expect(self, root: Path, name: str) -> None:
         self._expected = (str(root), name)

@@ -220,22 +220,48 @@ def gather_by(module: nn.Module, world: World) -> Callable[[], None]:
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """Return the states of a module's metrics by name; metrics without updates are omitted."""
+    """Return the states of a module's metrics by name; metrics without updates are omitted.
+
+    They include what wrappers of torchmetrics keep outside of states: the extremes of a ``MinMaxMetric``, and the
+    metrics of each epoch of a ``MetricTracker``.
+    """
     if "torchmetrics" not in sys.modules:
         return {}
     for part in module.modules():
         if is_collection(part):
             # Only the first of metrics that share their states is updated; this call passes the states to the others.
             list(part.values(copy_state=False))  # type: ignore[operator]
-    return {
-        name: {"updates": part.update_count, "states": _copied(part.metric_state)}
-        for name, part in module.named_modules()
-        if is_metric(part) and part.update_count
-    }
+    states: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        if is_metric(part) and (part.update_count or _kept(part)):
+            states[name] = {"updates": part.update_count, "states": _copied(part.metric_state)}
+            if kept := _copied(_kept(part)):
+                states[name]["kept"] = kept
+        elif _is_tracker(part):
+            states[name] = {"metrics": len(part)}  # type: ignore[arg-type]
+    return states
+
+
+def _is_tracker(part: nn.Module) -> bool:
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(part, torchmetrics.MetricTracker)
+
+
+def _kept(part: Any) -> States:
+    """Return the tensors that a wrapper of a metric keeps in plain attributes."""
+    wrappers = sys.modules.get("torchmetrics.wrappers.abstract")
+    if wrappers is None or not isinstance(part, wrappers.WrapperMetric):
+        return {}
+    known = {*part._defaults, "_computed", "_forward_cache"}
+    return {name: value for name, value in vars(part).items() if isinstance(value, Tensor) and name not in known}
 
 
 def load_metric_states(module: nn.Module, *saved: Mapping[str, Any]) -> None:
     """Restore states of ``metric_states`` from one rank, or merge those of several; reset other metrics."""
+    trackers: list[tuple[str, Any]] = [item for item in module.named_modules() if _is_tracker(item[1])]
+    for name, tracker in trackers:
+        for _ in range(len(tracker), max((each[name]["metrics"] for each in saved if name in each), default=0)):
+            tracker.increment()
     for name, part in module.named_modules():
         if not is_metric(part):
             continue
@@ -245,7 +271,7 @@ def load_metric_states(module: nn.Module, *saved: Mapping[str, Any]) -> None:
         elif len(found) == 1:
             states = {
                 key: [item.to(part.device) for item in state] if isinstance(state, list) else state.to(part.device)
-                for key, state in found[0]["states"].items()
+                for key, state in {**found[0]["states"], **found[0].get("kept", {})}.items()
             }
             _set(part, states, found[0]["updates"])
         else:

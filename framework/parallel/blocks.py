@@ -13,12 +13,17 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost blocks that occur several times in a list or sequence of modules."""
     classes: list[type[nn.Module]] = []
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        classes = [type(child) for child in module if has_forward(child) and has_parameters(child)]
+        classes = [type(child) for child in module if _is_block(child)]
     for child in module.children():
-        if classes.count(type(child)) > 1 and has_forward(child) and has_parameters(child):
+        if classes.count(type(child)) > 1 and _is_block(child):
             yield child
         else:
             yield from repeated_blocks(child)
+
+
+def _is_block(part: nn.Module) -> bool:
+    # A module with a step of its own is a whole model: the step calls its parts and not its ``forward``.
+    return has_forward(part) and has_parameters(part) and not hasattr(type(part), "training_step")
 
 
 def callable_children(module: nn.Module) -> Iterator[nn.Module]:

@@ -24,13 +24,23 @@ PAGE = "report.html"
 """The name of the report's page."""
 # A process of another host that wrote nothing for so long is not counted as running.
 SILENT_SECONDS = 60.0
-_MARKS = (CONFIG, STATUS, REPORT, "run.id")
+_MARKS = (STATUS, HISTORY, "run.id")
 _STATES = {0: "finished", 75: "preempted", 76: "stalled", 130: "interrupted"}
 
 
 def is_run(directory: Path) -> bool:
     """Whether a directory is that of a run."""
-    return any((directory / name).is_file() for name in _MARKS)
+    if any((directory / name).is_file() for name in _MARKS):
+        return True
+    return any(_is_own(directory / name) for name in (CONFIG, REPORT))
+
+
+def _is_own(document: Path) -> bool:
+    """Whether a document of a common name was written by a run: models have a ``config.json`` too."""
+    try:
+        return b'"phalanx"' in document.read_bytes()
+    except OSError:
+        return False
 
 
 @dataclass

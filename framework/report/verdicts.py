@@ -36,13 +36,17 @@ def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = 
 
 
 def headline(stopped: str | None) -> str:
-    """Return the first line of a message, with the error at the end of a traceback that follows it."""
+    """Return the first line of a message, with the error at the end of a traceback that follows it; the last of a
+    stall's."""
     lines = [line.strip() for line in (stopped or "").splitlines() if line.strip()]
     if not lines:
         return ""
     if len(lines) > 1 and any(line.startswith("Traceback") for line in lines):
         head = "" if lines[0].startswith("Traceback") else f"{lines[0].rstrip(':')}: "
         return f"{head}{_error_line(stopped or '') or lines[-1]}"
+    if lines[0].startswith("the run has stalled."):
+        # The stacks of the ranks follow, and then the sentence that names those at fault.
+        return lines[-1]
     # A process that no supervisor watches records the class of the error.
     return lines[0].removeprefix("Preempted: ")
 

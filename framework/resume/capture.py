@@ -24,6 +24,7 @@ from ..run.run import Run
 from ..state.class_hyperparameters import class_names
 from ..state.module_state import encode_known, extra_state, model_state
 from ..state.optimizer_state import Group, optimizer_state, whole
+from ..state.user_entries import UserEntries
 from .data_module_state import data_module_state
 from .rank_state import capture_rank
 
@@ -129,12 +130,12 @@ class RunState:
 
     def training(self) -> Snapshot:
         """Return a snapshot of the entire state except that of this rank alone; calls ``on_save_checkpoint``."""
-        user: dict[str, Any] = {}
+        user = UserEntries("on_save_checkpoint")
         for hook in self._user_hooks:
             hook(user)
         document = {**self._document, **self._training, "weights_only": False}
         states = self.holders.states() if self._frozen is None else self._frozen
-        document["state"], tensors = self.holders.encoded({**states, "user": user})
+        document["state"], tensors = self.holders.encoded({**states, "user": dict(user)})
         document["loggers"] = self._logger_states()
         sections = {**self._sections, "optimizer": self._optimizers, "state": tensors}
         if self._weights_of_training:
@@ -192,10 +193,13 @@ def counters(progress: Progress, averages: dict[str, Any]) -> dict[str, Any]:
 def _described(run: Run) -> dict[str, Any]:
     """Return the part of the document that every checkpoint contains."""
     hparams, unsaved = encode_known(dict(run.module.hparams))
+    at_default, container = run.module.hparams_at_default, run.module.hparams_container
     return {
         "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
         "hparams": hparams,
-        "unsaved_hparams": unsaved,
+        # A module that is built again has the default by itself.
+        "unsaved_hparams": [name for name in unsaved if name not in at_default],
+        **({"hparams_container": list(container)} if container is not None else {}),
         "class_hparams": class_names(run.module.hparams),
         **({"pretrained": sources} if (sources := list(run.module.pretrained_sources)) else {}),
         **counters(run.progress, run.averages.state_dict()),

@@ -33,6 +33,7 @@ from ..state.state_matching import (
     match_schedulers,
     refuse,
 )
+from ..state.user_entries import UserEntries
 
 _ADVICE = "Resume with what it was saved with, or set strict_loading = False in the module to load what matches."
 
@@ -206,7 +207,7 @@ def restore_run(run: Run, plan: Resumption) -> None:
     run.progress.load_state_dict(checkpoint.document["progress"])
     # The user's hook runs after everything that it may read or change was restored. Restored after it are the batch
     # index for this number of ranks, the loggers, the metrics of the epoch, the state of loaders and the generators.
-    run.call("on_load_checkpoint", state["user"])
+    run.call("on_load_checkpoint", UserEntries("on_load_checkpoint", state["user"]))
     _report_not_loaded(run, checkpoint, not_loaded)
 
 

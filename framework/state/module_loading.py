@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..checkpoint.manifest import MODEL
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.safetensors_io import code_of
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
+from ..core.hyperparameters import AttributeDict
 from ..distributed.seed import capture, restore
 from ..parallel.parameter_names import canonical_table, state_tensors
 from ..parallel.supplied import SuppliedValues
@@ -31,6 +33,7 @@ from .frozen_base import refuse_other_base
 from .hparams_file import read_hparams
 from .module_state import StateTensors, check_model, put_extra_state, saved_extra_state, state_of
 from .state_matching import listed
+from .user_entries import UserEntries
 
 Location = str | torch.device | Mapping[str, Any] | Callable[..., Any] | None
 """Values of ``map_location``."""
@@ -157,6 +160,7 @@ def _built(
             )
     saved.update(imported_classes(document.get("class_hparams"), parameters))
     arguments = {name: value for name, value in saved.items() if takes_any or name in parameters}
+    arguments.update(_in_container(document, saved, parameters))
     arguments.update(overrides)
     missing = [name for name in _unsaved(document) if name not in arguments and (takes_any or name in parameters)]
     if missing:
@@ -171,6 +175,16 @@ def _built(
             f"{cls.__name__} cannot be built from {checkpoint.path}: {error}. Pass the missing arguments to "
             "load_from_checkpoint, or call save_hyperparameters() in __init__ before saving."
         ) from error
+
+
+def _in_container(
+    document: Mapping[str, Any], saved: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the argument that held all hyperparameters, if there was one and ``__init__`` takes it."""
+    name, is_namespace = document.get("hparams_container") or ("", False)
+    if name not in parameters:
+        return {}
+    return {name: Namespace(**saved) if is_namespace else AttributeDict(saved)}
 
 
 def _saved_hparams(checkpoint: Checkpoint, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +204,7 @@ def _hand_over_user_state(module: Any, checkpoint: Checkpoint) -> None:
     """Call ``on_load_checkpoint`` with the entries that ``on_save_checkpoint`` added, if the checkpoint has any."""
     user = state_of(checkpoint).get("user")
     if user is not None and hasattr(module, "on_load_checkpoint"):
-        module.on_load_checkpoint(decode(user, StateTensors(checkpoint)))
+        module.on_load_checkpoint(UserEntries("on_load_checkpoint", decode(user, StateTensors(checkpoint))))
 
 
 def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool, section: str) -> None:

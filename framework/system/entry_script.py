@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+from ..core.package_paths import first_directory
+from .environment import directory_of_start
+
 # Run again in every rank, these would repeat all of their tests up to the present one.
 _TEST_RUNNERS = frozenset({"pytest", "py.test", "_pytest", "unittest", "nose2"})
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script or module, with the interpreter options and arguments that it was started with."""
+    """A script or module, with the interpreter options, arguments and directory that it was started with."""
 
     interpreter: list[str]
     """The interpreter and its own options."""
@@ -22,6 +25,8 @@ class Script:
     """A file, or the name of a module."""
     is_module: bool
     arguments: list[str]
+    directory: str | None = None
+    """The directory to start it in; None for the one of this process."""
 
     @classmethod
     def running(cls) -> Script:
@@ -29,8 +34,15 @@ class Script:
         main = sys.modules["__main__"]
         module = _module_name(main)
         target = os.path.abspath(str(main.__file__)) if module is None else module
-        interpreter = [sys.executable, *_interpreter_flags(sys.orig_argv)]
-        return cls(interpreter, target, module is not None, sys.argv[1:])
+        flags, given, arguments = _parsed(sys.orig_argv)
+        file = str(getattr(main, "__file__", ""))
+        if given != module and not _is_script(given, file):
+            # A debugger or another program has started the script.
+            arguments = sys.argv[1:]
+        directory = _directory_of(given if module is None else _file_of(module, main), file)
+        if directory is None or (module is not None and directory != sys.path[0]):
+            directory = first_directory()
+        return cls([sys.executable, *flags], target, module is not None, arguments, directory)
 
     @property
     def is_compiled(self) -> bool:
@@ -41,6 +53,17 @@ class Script:
     def command(self) -> list[str]:
         """The command that runs the script."""
         return [*self.interpreter, *(["-m"] if self.is_module else []), self.target, *self.arguments]
+
+
+def return_to_directory() -> None:
+    """In a rank, undo a relative change of directory that its script has made for the second time.
+
+    Ranks start in the first directory of the process that starts them, as far as it is known: this is for a script that
+    is called by its absolute path, and changes the directory before it imports phalanx.
+    """
+    there, here = directory_of_start(), os.getcwd()
+    if there and here.startswith(f"{there}{os.sep}") and there.endswith(here.removeprefix(there)):
+        os.chdir(there)
 
 
 def can_rerun_script() -> bool:
@@ -63,13 +86,36 @@ def _module_name(main: ModuleType) -> str | None:
     return spec.name.removesuffix(".__main__")
 
 
-def _interpreter_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the interpreter's own options in a command line, such as ``-X dev -W error -O``."""
+def _file_of(module: str, main: ModuleType) -> str:
+    """Return the path of a module below the folder that it is imported from."""
+    name = module if main.__spec__ is None else main.__spec__.name
+    return f"{name.replace('.', os.sep)}.py"
+
+
+def _directory_of(given: str, file: str) -> str | None:
+    """Return the directory in which a relative path means a file; None for another path.
+
+    It is known even if the script has changed the directory before it imported phalanx.
+    """
+    name = f"{os.sep}{given}"
+    is_below = given and not os.path.isabs(given) and file.endswith(name)
+    return (file.removesuffix(name) or os.sep) if is_below else None
+
+
+def _is_script(given: str, file: str) -> bool:
+    """Whether a command line that names a script, or its folder, has started this file."""
+    names = given, os.path.join(given, "__main__.py")
+    return bool(given) and any(file == name or file.endswith(f"{os.sep}{name}") for name in names)
+
+
+def _parsed(command: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Return the interpreter's own options in a command line, such as ``-X dev -W error -O``, the script or module, and
+    the arguments."""
     flags: list[str] = []
-    rest = iter(arguments[1:])
+    rest = iter(command[1:])
     for argument in rest:
         if not argument.startswith("-") or argument == "-":
-            break
+            return flags, argument, [*rest]
         if argument.startswith("--"):
             flags += [argument, next(rest)] if argument == "--check-hash-based-pycs" else [argument]
             continue
@@ -77,8 +123,8 @@ def _interpreter_flags(arguments: Sequence[str]) -> list[str]:
         if index is not None and argument[index] in "cm":
             # The module or command follows, perhaps after options in the same word: -um module.
             flags += [argument[:index]] if index > 1 else []
-            break
+            return flags, argument[index + 1 :] or next(rest, ""), [*rest]
         flags.append(argument)
         if index == len(argument) - 1:
             flags.append(next(rest))
-    return flags
+    return flags, "", []

@@ -16,7 +16,20 @@ from typing import Any
 
 from ..core.errors import unknown
 from .failure_records import RankRecords
-from .launcher_env import ATTEMPT, COMMAND, ERROR_DIR, RUN, STORE_FD, Job, Placement, read_job, read_placement
+from .launcher_env import (
+    ATTEMPT,
+    COMMAND,
+    DIRECTORY,
+    ERROR_DIR,
+    HOST,
+    PORT,
+    RUN,
+    STORE_FD,
+    Job,
+    Placement,
+    read_job,
+    read_placement,
+)
 from .redaction import hiding
 from .script_overrides import ScriptOverrides
 
@@ -78,8 +91,9 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(place.local_size),
         "GROUP_RANK": str(place.node_rank),
         "GROUP_WORLD_SIZE": str(place.num_nodes),
-        "MASTER_ADDR": str(place.master_addr),
-        "MASTER_PORT": str(place.master_port),
+        **dict.fromkeys(("MASTER_ADDR", HOST), str(place.master_addr)),
+        **dict.fromkeys(("MASTER_PORT", PORT), str(place.master_port)),
+        DIRECTORY: os.getcwd(),
         **({} if place.num_nodes > 1 else _on_loopback()),
         ERROR_DIR: error_dir,
         ATTEMPT: str(attempt),
@@ -87,6 +101,11 @@ def rank_environment(
         RUN: place.run,
         STORE_FD: "" if store_fd is None else str(store_fd),
     }
+
+
+def directory_of_start() -> str | None:
+    """Return the working directory of the process that has started this rank, when it did; None in other processes."""
+    return os.environ.get(DIRECTORY)
 
 
 def override_script(script: str, arguments: Mapping[str, Any]) -> None:

@@ -22,6 +22,10 @@ ATTEMPT = "PHALANX_ATTEMPT"
 RUN = "PHALANX_RUN"
 # The command that has started the ranks, as a shell reads it.
 COMMAND = "PHALANX_COMMAND"
+# The address of the rendezvous again: scripts set MASTER_ADDR and MASTER_PORT, as tutorials of PyTorch do.
+HOST, PORT = "PHALANX_HOST", "PHALANX_PORT"
+# The working directory in which the script called phalanx, in the process that has started the ranks.
+DIRECTORY = "PHALANX_DIRECTORY"
 # The descriptor of the socket on which rank 0 serves the rendezvous.
 STORE_FD = "PHALANX_STORE_FD"
 
@@ -168,8 +172,8 @@ def _from_torchrun(read: _Reader, num_nodes: int) -> Placement:
             local_size=local_size,
             node_rank=rank // local_size if node_rank is None else node_rank,
             num_nodes=read.number("GROUP_WORLD_SIZE") or max(1, size // local_size),
-            master_addr=read.text("MASTER_ADDR"),
-            master_port=read.number("MASTER_PORT"),
+            master_addr=read.text(*([HOST] if launched_by_us else []), "MASTER_ADDR"),
+            master_port=read.number(*([PORT] if launched_by_us else []), "MASTER_PORT"),
             launcher="phalanx" if launched_by_us else "torchrun",
             run=(read.text(RUN) or "") if launched_by_us else "",
         )

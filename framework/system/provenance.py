@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .environment import hiding_secrets, starting_command, usable_cores
+from .redaction import without_secret_options
 
 _PACKAGE = __name__.partition(".")[0]
 # Reading the commit of a repository takes milliseconds, unless its disk does not answer.
@@ -47,8 +48,8 @@ def own_version() -> str:
 
 
 def own_command() -> str:
-    """Return the command that started this process, without the values of secret variables."""
-    return hiding_secrets()(starting_command())
+    """Return the command that started this process, without the values of secret variables and options."""
+    return hiding_secrets()(without_secret_options(starting_command()))
 
 
 def git_commit(directory: Path) -> str | None:

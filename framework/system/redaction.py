@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,8 @@ MASK = "***"
 _ALWAYS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential", "credentials"}
 # In training, most keys and tokens are not credentials: `pad_token`, `sort_key`, `max_tokens`.
 _PERHAPS = {"token", "tokens", "key", "keys", "apikey"}
+# An option with such a word and one of those above is one.
+_OF_ACCESS = {"api", "access", "auth", "hf", "wandb"}
 _LEAST_CHARACTERS = 16
 # Shorter values would match in unrelated words.
 _LEAST_IN_TEXT = 6
@@ -26,6 +29,27 @@ def is_secret(name: str, value: object) -> bool:
     words = set(re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()))
     looks = len(value) >= _LEAST_CHARACTERS and re.fullmatch(r"(?=.*[A-Za-z])(?=.*\d)\S+", value) is not None
     return bool(words & _ALWAYS) or (looks and bool(words & _PERHAPS))
+
+
+def without_secret_options(command: str) -> str:
+    """Return a command, as a shell reads it, with ``***`` in place of the values of secret options."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return command
+    shown = list(words)
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if equals and _is_secret_option(name, value):
+            shown[place] = f"{name}={MASK}"
+        elif not equals and place + 1 < len(words) and name.startswith("--") and not words[place + 1].startswith("-"):
+            shown[place + 1] = MASK if _is_secret_option(name, words[place + 1]) else words[place + 1]
+    return command if shown == words else shlex.join(shown)
+
+
+def _is_secret_option(name: str, value: str) -> bool:
+    words = set(re.findall(r"[a-z]+", name.lower()))
+    return is_secret(name, value) or "apikey" in words or bool(words & _PERHAPS and words & _OF_ACCESS)
 
 
 def holds_secret(name: str, value: object) -> bool:

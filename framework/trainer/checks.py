@@ -136,7 +136,7 @@ def check_module(module: Any, stage: str) -> None:
             f"{_how_to_fix(module, TrainModule)}."
         )
     name = type(module).__name__
-    if "_run" not in module.__dict__:
+    if "_own_run" not in module.__dict__:
         raise ConfigurationError(f"{name}.__init__ did not call super().__init__(): do so before anything else.")
     check_module_names(module)
     needed = _STEPS.get(stage)

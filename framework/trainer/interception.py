@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..core.interception import current_interceptor
+from ..system.entry_script import return_to_directory
 from ..system.environment import script_overrides
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 def requested_settings(given: TrainerSettings) -> TrainerSettings:
     """Return the settings that a run is to have: those of its program, changed by the command line."""
+    return_to_directory()
     overrides = script_overrides()
     return given if overrides is None else replace(given, **overrides.trainer)
 

@@ -100,6 +100,8 @@ class Session:
     accumulation: AccumulationSchedule
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     state: TrainerState = field(default_factory=TrainerState)
+    in_progress: str | None = None
+    """The stage that has been called and has not returned."""
     seed: int = 0
     began: float = 0.0
     """``time.time()`` at the start of the last stage."""
@@ -132,6 +134,10 @@ class Session:
 
     # ---- a stage, from begin to end -------------------------------------------------------------------------------
 
+    def enter(self, stage: str | None) -> None:
+        """Record that a stage was called, or with None that it has returned."""
+        self.in_progress = stage
+
     def begin(self, stage: str, request: StageRequest) -> None:
         """Start a stage with the module and the data of a request."""
         self.state = TrainerState(stage, "running")
@@ -143,6 +149,11 @@ class Session:
         self.compilation = request.compilation
         if request.datamodule is not None:
             request.datamodule.attach(self.view)
+
+    def use_module(self, module: TrainModule) -> None:
+        """Make a module that of the last stage."""
+        self.module = module
+        module.use_trainer(self.view)
 
     def attach_run(self, run: Run) -> None:
         """Make a run the current one; an evaluation continues the counters of the last fit."""

@@ -132,8 +132,9 @@ def _begin(session: Session, loop: FitLoop) -> None:
     if session.writes:
         _keep(session, CONFIG, configuration(session, loop))
         session.record_with(start_recording(session, loop))
-    _, unsaved = encode_known(dict(run.module.hparams))
-    if unsaved and session.checkpoint_callback is not None:
+    _, unknown = encode_known(dict(run.module.hparams))
+    at_default = run.module.hparams_at_default
+    if (unsaved := [name for name in unknown if name not in at_default]) and session.checkpoint_callback is not None:
         session.note(
             f"Checkpoints do not hold the hyperparameters {', '.join(unsaved)}, which are secrets by their names or of "
             "types that no file keeps: pass them to load_from_checkpoint, or leave them out with "

@@ -14,7 +14,6 @@ from ..api.train_module import TrainModule
 from ..core.absent_names import lacks
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, is_count
-from ..core.interception import current_interceptor
 from ..metrics.hparams_text import hyperparameters_to_log
 from ..parallel.compilation import compilation_of
 from ..resume.resume_point import checked_checkpoint_path
@@ -25,18 +24,17 @@ from ..system.run_directory import RunDirectory
 from . import plan_memory
 from .argument_hints import takes
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
-from .forked_stage import run_in_function
+from .copied_trainer import restore_copy, state_of_copy
 from .interception import requested_settings, settings_in_use
-from .lone_stage import TrainerFabric, run_alone
+from .lone_stage import TrainerFabric
 from .plan_target import PlanTarget
 from .plugins import resolve_callbacks, resolve_loggers
 from .resolved_settings import resolve_settings
 from .rules import flag
-from .script_ranks import start_script_ranks
 from .searches import TrainerSearches
 from .session import Session, StageRequest
 from .settings import TrainerSettings
-from .stages import run_stage
+from .stage_start import start_stage
 
 if TYPE_CHECKING:
     from ..memory.memory_plan import MemoryPlan
@@ -83,6 +81,16 @@ class Trainer(TrainerSearches):
         if crowding := fabric.resources.crowding:
             self.note(crowding)
 
+    def __getstate__(self) -> dict[str, Any]:
+        others = {name: value for name, value in vars(self).items() if name != "_session"}
+        return state_of_copy(self._session, others)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Trainer.__init__(self, **state["given"])
+        for name, value in state["attributes"].items():
+            setattr(self, name, value)
+        restore_copy(self._session, state)
+
     # ---- entry points ---------------------------------------------------------------------------------------------
 
     @names_arguments
@@ -128,7 +136,7 @@ class Trainer(TrainerSearches):
             callback.check(self, "fit")
         request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compilation=compilation)
         request.start_from(pretrained)
-        self._launched_or_here("fit", request)
+        start_stage(self._session, "fit", request)
 
     @names_arguments
     def plan(
@@ -228,7 +236,7 @@ class Trainer(TrainerSearches):
             flag("return_predictions", return_predictions)
         request = self._evaluation_request("predict", model, dataloaders, ckpt_path, datamodule)
         request.keep_predictions = return_predictions is not False
-        results: list[Any] = self._launched_or_here("predict", request)
+        results: list[Any] = start_stage(self._session, "predict", request)
         if return_predictions is False:
             return None
         return results[0] if len(results) == 1 else results
@@ -238,7 +246,7 @@ class Trainer(TrainerSearches):
     ) -> list[dict[str, float]]:
         flag("verbose", verbose)
         request = self._evaluation_request(stage, model, dataloaders, ckpt_path, datamodule)
-        results: list[dict[str, float]] = self._launched_or_here(stage, request)
+        results: list[dict[str, float]] = start_stage(self._session, stage, request)
         if verbose and self.settings.verbose:
             for metrics in results:
                 shown = ", ".join(f"{name} = {value:.5g}" for name, value in sorted(metrics.items()))
@@ -267,21 +275,6 @@ class Trainer(TrainerSearches):
         if compilation is not None:
             compilation.check(self.strategy)
         return module, compilation
-
-    def _launched_or_here(self, stage: str, request: StageRequest) -> Any:
-        """Run a stage in this rank; start the ranks first if they are not running."""
-        if (interceptor := current_interceptor()) is not None:
-            return interceptor.stage(self._session, stage, request)
-        resources, max_restarts = self.fabric.resources, self.settings.given.max_restarts
-        place = resources.place
-        if resources.launched is not None:
-            return run_alone(self._session, stage, request, resources.launched)
-        start_script_ranks(self._session, self.writes)
-        if max_restarts and place.launcher != "phalanx":
-            started = "there is no script to run again" if place.launcher is None else f"{place.launcher} started it"
-            self.note(f"max_restarts={max_restarts} has no effect on this run, since {started}.")
-        run = run_in_function if resources.must_launch else run_stage
-        return run(self._session, stage, request)
 
 
 def _root(loggers: list[Logger], settings: Settings) -> Path:

@@ -249,3 +249,45 @@ def test_the_initial_hyperparameters_are_without_later_changes() -> None:
     module.hparams.sizes.append(3)
     assert module.hparams_initial == {"width": 5, "sizes": [1, 2], "name": "declared"}
     assert TrainModule().hparams_initial == {}
+
+
+class Configured(TrainModule):
+    def __init__(self, conf: Any, activation: Any = torch.relu) -> None:
+        super().__init__()
+        self.save_hyperparameters(conf)
+        self.net = nn.Linear(6, self.hparams.width)
+        self.activation = activation
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return optim.SGD(self.parameters(), lr=0.1)
+
+
+class AtDefault(Configured):
+    def __init__(self, width: int = 2, activation: Any = torch.relu) -> None:
+        super().__init__({"width": width})
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("given", [{"width": 3}, Namespace(width=3)])
+def test_a_container_of_hyperparameters_is_passed_to_its_argument(tmp_path: Path, given: Any) -> None:
+    trainer = silent_trainer(devices=1, max_epochs=1, limit_train_batches=1)
+    trainer.fit(Configured(given), loader(8))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    again = Configured.load_from_checkpoint(tmp_path / "saved.ckpt")
+    assert again.hparams == {"width": 3}
+    assert again.net.out_features == 3
+    again = Configured.load_from_checkpoint(tmp_path / "saved.ckpt", strict=False, conf={"width": 3, "more": 1})
+    assert again.hparams == {"width": 3, "more": 1}
+
+
+def test_a_default_that_no_file_keeps_is_not_asked_for(tmp_path: Path) -> None:
+    for name, module in {"default": AtDefault(), "given": AtDefault(activation=torch.tanh)}.items():
+        trainer = silent_trainer(devices=1, max_epochs=1, limit_train_batches=1)
+        trainer.fit(module, loader(8))
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+    assert AtDefault.load_from_checkpoint(tmp_path / "default.ckpt").activation is torch.relu
+    with refuses(CheckpointError, "activation"):
+        AtDefault.load_from_checkpoint(tmp_path / "given.ckpt")

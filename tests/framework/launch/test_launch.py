@@ -25,7 +25,7 @@ from phalanx.framework.launch.exit_hooks import _kill_workers
 from phalanx.framework.launch.fork_launcher import launch_function
 from phalanx.framework.launch.launch_context import _remove_stale
 from phalanx.framework.launch.script_launcher import launch_script
-from phalanx.framework.system.entry_script import _interpreter_flags, can_rerun_script
+from phalanx.framework.system.entry_script import _parsed, can_rerun_script
 from phalanx.framework.system.file_lock import lock
 from phalanx.framework.system.launcher_env import ERROR_DIR
 
@@ -329,7 +329,7 @@ def test_a_test_runner_is_not_run_again() -> None:
     ],
 )
 def test_the_options_of_the_interpreter_are_found(arguments: list[str], flags: list[str]) -> None:
-    assert _interpreter_flags(["python", *arguments]) == flags
+    assert _parsed(["python", *arguments])[0] == flags
 
 
 def gather(word: str) -> list[tuple[int, str, int, str]]:
@@ -446,3 +446,28 @@ def test_the_directory_of_a_killed_supervisor_is_removed_at_the_next_launch(tmp_
         assert sorted(tmp_path.iterdir()) == sorted([mine, other, held])
     finally:
         os.close(handle)
+
+
+CHANGED = (
+    "import os, sys\n"
+    "width, folder = sys.argv[1:3]\n"
+    "sys.argv = sys.argv[:1]\n"
+    "os.makedirs(folder, exist_ok=True)\n"
+    "os.chdir(folder)\n"
+    "os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'] = 'localhost', '12355'\n"
+    "import torch\n"
+    "from phalanx import Fabric\n"
+    "fabric = Fabric('cpu', 'ddp', devices=2)\n"
+    "fabric.launch()\n"
+    "everyone = fabric.world.all_gather_object((width, os.getcwd()))\n"
+    "if fabric.is_global_zero: print(everyone)\n"
+)
+
+
+@pytest.mark.parametrize("start", ["script", "absolute path", "module"])
+def test_ranks_have_the_arguments_and_the_folder_of_the_start(tmp_path: Path, start: str) -> None:
+    (tmp_path / "train.py").write_text(CHANGED)
+    target = {"script": ["train.py"], "absolute path": [str(tmp_path / "train.py")], "module": ["-m", "train"]}[start]
+    done = run_command([sys.executable, *target, "7", "out"], tmp_path)
+    assert done.stdout.splitlines()[-1] == str([("7", str(tmp_path / "out"))] * 2)
+    assert done.returncode == 0

@@ -25,6 +25,7 @@ from torchmetrics import (
     MeanSquaredError,
     Metric,
     MetricCollection,
+    MetricTracker,
     MinMaxMetric,
     PearsonCorrCoef,
     Precision,
@@ -412,3 +413,21 @@ def test_states_go_to_a_checkpoint_and_back() -> None:
     assert other.accuracy.update_count == 0
     assert other.mine.compute() == module.mine.compute()
     assert other.scores.compute() == module.scores.compute()
+
+
+def test_what_wrappers_keep_outside_of_states_is_restored() -> None:
+    def module() -> nn.Module:
+        tracker = MetricTracker(MeanMetric(), maximize=False)
+        return nn.ModuleDict({"extremes": MinMaxMetric(MeanMetric()), "tracker": tracker})
+
+    before: Any = module()
+    for value in (3.0, 1.0, 2.0):
+        before["extremes"](torch.tensor(value))
+        before["tracker"].increment()
+        before["tracker"].update(torch.tensor(value))
+    after: Any = module()
+    load_metric_states(after, metric_states(before))
+    assert after["extremes"].compute() == before["extremes"].compute() == {"raw": 2.0, "max": 3.0, "min": 1.0}
+    assert after["tracker"].compute_all().tolist() == [3.0, 1.0, 2.0]
+    after["tracker"].update(torch.tensor(4.0))
+    assert after["tracker"].compute() == 3.0

@@ -212,3 +212,17 @@ def test_runs_are_found_by_path_and_by_the_end_of_it(tmp_path: Path, monkeypatch
     for given in ("gtp/version_1", "verson_1"):
         with refuses(ConfigurationError, repr(given), "'gpt/version_1'"):
             find_run(given, Path())
+
+
+def test_the_headline_of_a_stall_names_the_rank() -> None:
+    verdict = "rank 1 (pid 7) stalled: no heartbeat."
+    message = f"the run has stalled. What each rank was doing:\nrank 1 (pid 7):\n  a.py:3 f\n{verdict}"
+    assert headline(message) == verdict
+
+
+def test_the_folder_of_a_model_is_no_run(tmp_path: Path) -> None:
+    model, kept = tmp_path / "model", tmp_path / "kept"
+    for folder, content in ((model, {"model_type": "llama"}), (kept, {"versions": {"phalanx": "0.1.0"}})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(content))
+    assert find_runs(tmp_path) == [kept]

@@ -12,7 +12,7 @@ from models import Regressor, loader, silent_trainer
 from ranks import run_script
 
 from phalanx.framework.core.errors import PhalanxError
-from phalanx.framework.system.redaction import hiding, is_secret, without_secrets
+from phalanx.framework.system.redaction import hiding, is_secret, without_secret_options, without_secrets
 from phalanx.loggers import CSVLogger, TensorBoardLogger
 
 TOKEN = "hf_" + "a1B2c3D4e5F6g7H8"
@@ -121,3 +121,14 @@ def test_failed_ranks_write_no_secret(tmp_path: Path) -> None:
     assert len(logs) == 2
     assert all("it is ***" in text for text in logs.values())
     assert not any(TOKEN in text for text in logs.values())
+
+
+def test_the_values_of_secret_options_are_hidden() -> None:
+    given = (
+        f"python train.py --api-key abc --password=x y --hf_token {TOKEN} --pad-token '<pad>' --sort-key name --lr 0.1"
+    )
+    shown = without_secret_options(given)
+    assert shown == (
+        "python a.py --api-key '***' '--password=***' y --hf_token '***' --pad-token '<pad>' --sort-key name --lr 0.1"
+    )
+    assert without_secret_options("python 'train.py") == "python 'train.py"
