@@ -15,7 +15,7 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test check durations messages package services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity pretrained matrix bench bench-cuda kill chaos deadlocks memory faults soak format clean
+.PHONY: help demo test check durations messages package services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity semantics pretrained matrix bench bench-cuda kill chaos deadlocks memory faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
@@ -37,6 +37,7 @@ help:
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
 	@echo "make bench-cuda  measure on one GPU beside plain torch, Lightning, Accelerate and DeepSpeed: 8 minutes, no network"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
+	@echo "make semantics what programs do to weights, gradients and modules, under every strategy; writes the docs' table; 15 minutes"
 	@echo "make pretrained a model of the size of GPT-2 from and to folders of transformers, under each strategy"
 	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy and number of ranks)"
@@ -181,6 +182,11 @@ bench-cuda:
 
 parity: $(DEV)
 	$(PY) tests/parity_table.py --write docs/choosing-a-strategy.md
+
+# What programs do to weights, gradients and modules, beside plain torch. ARGS='--strategy fsdp --action clamp --ranks 2'
+# tries some cells, and ARGS='--strategy my_package.strategies:MyStrategy' a strategy that is not part of phalanx.
+semantics: $(DEV)
+	$(PY) tests/semantics.py $(or $(ARGS),--write docs/semantics.md)
 
 # A model of the size of GPT-2, from and to the folders of transformers. ARGS='--strategies fsdp,zero3 --layers 2'
 pretrained: $(DEV)

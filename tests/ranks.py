@@ -104,10 +104,15 @@ def variables_for(device: str) -> dict[str, str]:
     return {} if device == "cpu" else cuda_machine.variables()
 
 
-def close_pools() -> None:
-    """End all warm ranks, and what they are forked from."""
+def end_ranks() -> None:
+    """End all warm ranks. What they are forked from stays: the next ones start within a second."""
     while _POOLS:
         _POOLS.popitem()[1].kill()
+
+
+def close_pools() -> None:
+    """End all warm ranks, and what they are forked from."""
+    end_ranks()
     while _WARM:
         _WARM.popitem()[1].close()
 
@@ -555,6 +560,7 @@ def read_terminal(descriptor: int) -> str:
 __all__ = [
     "changed_variables",
     "close_pools",
+    "end_ranks",
     "lasting_threads",
     "pool_pids",
     "read_terminal",
