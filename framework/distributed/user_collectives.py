@@ -156,8 +156,9 @@ def _gather_flat(
 def reduce_tensors(tensors: list[Tensor], op: str) -> Tensor:
     """Return the reduction of tensors by ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``."""
     stacked = torch.stack(tensors)
-    reduce = {"sum": torch.sum, "mean": torch.mean, "min": torch.amin, "max": torch.amax}[op]
-    return reduce(stacked, 0).to(stacked.dtype)
+    if op in ("min", "max"):
+        return stacked.amin(0) if op == "min" else stacked.amax(0)
+    return stacked.mean(0) if op == "mean" else stacked.sum(0, dtype=stacked.dtype)
 
 
 def _without_gradient(world: World, tensor: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class AutomaticStep(TrainingStep):
         self.updater = run.updater
         self.updater.defer_scale(False)
         self.optimizer = run.optimizers[0]
-        self.windows = windows
+        self.coming_windows = windows
         self._use_filler(lockstep_filler(run, transfer, windows))
         self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
         self.forward = self.routed()
@@ -269,7 +269,7 @@ class AutomaticStep(TrainingStep):
         """Run fillers on ranks without data from now on: the user's step calls collectives, as it did on all ranks."""
         super().meet_calls()
         if self.filler is None and self.strategy.window_passes is None:
-            self._use_filler(LockstepFiller(self.run, self.transfer, self.windows, True))
+            self._use_filler(LockstepFiller(self.run, self.transfer, self.coming_windows, True))
             self.forward = self.routed()
 
     def _flags(self) -> StepFlags:

@@ -37,7 +37,7 @@ class BackwardAverage:
 
     def refresh(self) -> None:
         """Watch the parameters that are trained now."""
-        found = dict.fromkeys(self._run.module.parameters())
+        found: dict[Tensor, None] = dict.fromkeys(self._run.module.parameters())
         found |= dict.fromkeys(each for optimizer in self._run.optimizers for each in parameters_of(optimizer))
         self._parameters = list(found)
         for parameter in self._parameters:
@@ -52,7 +52,7 @@ class BackwardAverage:
         if not self._is_queued:
             self._is_queued = True
             # torch calls it when the pass has computed all gradients, as it does for DistributedDataParallel.
-            Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end_pass)
 
     def _end_pass(self) -> None:
         self._is_queued = False

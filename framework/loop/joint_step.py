@@ -77,14 +77,12 @@ class JointStep(AutomaticStep):
         coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), None)
         fetched, _ = next(coming)
         # The part of each micro-batch's weight that is in this rank's part of its sequences.
-        starts_early = not self.triggers.raised
-        first = self._start(fetched, index) if starts_early else FILLER
+        first = FILLER if (late := bool(self.triggers.raised)) else self._start(fetched, index)
         if self.totals.open(fetched, weights, size) == 0:
             return False
-        first, shares = first if starts_early else self._start(fetched, index), [self.strategy.part.share]
+        first, shares = self._start(fetched, index) if late else first, [self.strategy.part.share]
         self.run.begin_window()
-        self.has_loss, self.outputs = False, {}
-        started = [first] if count else []
+        self.has_loss, self.outputs, started = False, {}, [first] if count else []
         for position in range(1, count):
             started.append(self._start(next(coming)[0], index + position * stride))
             shares.append(self.strategy.part.share)

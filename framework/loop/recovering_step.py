@@ -86,6 +86,7 @@ class RecoveringStep(AutomaticStep):
         assert run.strategy.recovery is not None  # see check_recovery
         self.recovery = run.strategy.recovery
         self.late_flags = LateFlags(run.world)
+        self.windows = windows
         self.around_update = self._update_or_repeat
         super().__init__(run, transfer, nonfinite, clipping, windows)
         # A step without collectives has no shorter form.

@@ -41,6 +41,9 @@ class Run(LearningRates):
 
     seed = 0
     in_window = False
+    _may_stop: Callable[[], bool] | None = None
+    is_stopped = False
+    """Whether the fit has stopped before a step for which it had taken a batch."""
 
     def __init__(
         self,
@@ -67,7 +70,6 @@ class Run(LearningRates):
         self.accumulation = AccumulationSchedule(1)
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
-        self.used_rates: list[float] = []
         self.schedulers: list[SchedulerConfig] = []
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
@@ -83,9 +85,6 @@ class Run(LearningRates):
         self.metrics = RunMetrics(self.train_log, loggers)
         self.sanity_checking = self.evaluating = self.stop_requested = False
         self.stop_reason: str | None = None
-        self.is_stopped = False
-        """Whether the fit has stopped before a step for which it had taken a batch."""
-        self._may_stop: Callable[[], bool] = lambda: False
         self.preempted_by: tuple[int, str] | None = None
         """The rank that received a preemption signal, and the signal's name."""
         self.resumed: tuple[Path, int] | None = None
@@ -103,6 +102,7 @@ class Run(LearningRates):
         self.strategy, self.traits = fabric.strategy, fabric.strategy.traits
         self.precision, self.scaler, self.updater = fabric.precision, fabric.scaler, fabric.updater
         self.device_type = self.world.device.type
+        self.used_rates: list[float] = []
         self.meter = Meter(self.world, unit_of(self.module))
 
     # ---- state of the loops ---------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Run(LearningRates):
 
     def stops_before_step(self) -> bool:
         """Return whether the fit stops before the step for which a batch was taken, and record it."""
-        self.is_stopped = self.stop_requested and self._may_stop()
+        self.is_stopped = self.stop_requested and self._may_stop is not None and self._may_stop()
         return self.is_stopped
 
     # ---- updates --------------------------------------------------------------------------------------------------
