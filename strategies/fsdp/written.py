@@ -111,7 +111,7 @@ def _carry(record: Any, is_changed: bool) -> None:
     if part.dtype == shard.dtype:
         shard.copy_(part)
     elif is_changed or bool((part != shard.to(part.dtype)).any()):
-        name = str(record._param_fqn).removeprefix("module.")
+        name = f"{record._module_info.param_name} of a {type(record._module_info.module).__name__}"
         narrow, wide = (str(each.dtype).removeprefix("torch.") for each in (part, shard))
         raise ConfigurationError(
             f"{name} was changed in place within a step, where mixed precision has it in {narrow}, too narrow for "
