@@ -79,7 +79,8 @@ class _Group:
                     record._unsharded_param.note_use = self._note_use
         group._to_sharded = partial(self._free, group._to_sharded)
         for record in records:
-            record.sharded_param.gather_again = self._gather_again
+            # Not the method: a copy of the parameter would copy its object.
+            record.sharded_param.gather_again = lambda: self._gather_again()
 
     def _gather_again(self) -> None:
         """Gather the parameters again, after a change of shards in code that also uses what is gathered. Collective."""
