@@ -23,6 +23,8 @@ class GradientHooks:
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[nn.Parameter, dict[int, Callable[..., Any]]]] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._own: list[RemovableHandle] = []
         self._kept: dict[int, Tensor] = {}
         self._from_autograd: set[int] = set()
         self._wait: Callable[[], None] = lambda: None
@@ -37,8 +39,8 @@ class GradientHooks:
     def carry(self, given: nn.Parameter, parameter: nn.Parameter) -> None:
         """Move the hooks of a parameter to its sharded one; the handles of the user's code remove them there."""
         trained = parameter.requires_grad
-        parameter.requires_grad_(True).register_hook(lambda gradient: self._arrived(parameter, gradient))
-        parameter.requires_grad_(trained)
+        parameter.requires_grad_(True)
+        self._own.append(parameter.register_hook(lambda gradient: self._arrived(parameter, gradient)))
         parameter.add_gradient_hook = lambda hook: self._add(parameter, hook)  # type: ignore[attr-defined]
         hooks: Any = given._backward_hooks
         if hooks:
@@ -49,6 +51,8 @@ class GradientHooks:
                 parameter._post_accumulate_grad_hooks = given._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             else:
                 table.update(given._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+        parameter.requires_grad_(trained)
+        self._parameters.append(parameter)
 
     def _add(self, parameter: nn.Parameter, hook: Callable[..., Any]) -> RemovableHandle:
         if id(parameter) not in self._tables:
@@ -61,17 +65,25 @@ class GradientHooks:
     def _use(self, parameter: nn.Parameter, table: dict[int, Callable[..., Any]]) -> None:
         self._tables[id(parameter)] = parameter, table
         # torch's FSDP calls it after each reduction.
-        parameter.register_post_accumulate_grad_hook(self._reduced)
+        self._own.append(parameter.register_post_accumulate_grad_hook(self._reduced))
 
-    def give_back(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    def release(self) -> None:
+        """Leave the parameters with the hooks of the user's code alone, which torch then calls."""
+        for handle in self._own:
+            handle.remove()
+        for parameter in self._parameters:
+            vars(parameter).pop("add_gradient_hook", None)
+            if id(parameter) in self._tables:
+                parameter._backward_hooks = self._tables[id(parameter)][1]  # type: ignore[assignment]
+        self._own, self._parameters, self._tables = [], [], {}
+
+    @staticmethod
+    def give_back(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         """Move the hooks to the parameters that take the place of the sharded ones, by name."""
         for name, parameter in before.items():
-            if id(parameter) in self._tables:
-                after[name]._backward_hooks = self._tables[id(parameter)][1]  # type: ignore[assignment]
-            table = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            if table:
-                own = [(key, hook) for key, hook in table.items() if hook != self._reduced]
-                after[name]._post_accumulate_grad_hooks = OrderedDict(own)  # type: ignore[attr-defined]
+            for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                if getattr(parameter, table, None):
+                    setattr(after[name], table, getattr(parameter, table))
 
     # ---- a backward pass --------------------------------------------------------------------------------------------
 

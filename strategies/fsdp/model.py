@@ -70,7 +70,6 @@ class ShardedModel:
         parts = [part for optimizer in optimizers for part in optimizers_in(optimizer)]
         full = [part for part in parts if updates_full_parameters(part)]
         self._keep_full = {id(parameter) for part in full for parameter in parameters_of(part)}
-        # Errors in the arguments are raised before the module is changed.
         check_parameters(module)
         if world.size > 1 and optimizers:
             check_renormalized(module)
@@ -173,7 +172,8 @@ class ShardedModel:
             whole = origins.value(source.name, source.given)
             parameter = put_shard(source, whole, device, self.world)
             del whole  # before the next one takes memory
-            self.hooks.carry(source.given, parameter)
+            with Ordinary.paused():
+                self.hooks.carry(source.given, parameter)
             for optimizer in self._optimizers:
                 if id(source.given) in self._keep_full:
                     carry_slots(optimizer, source.given, parameter)
@@ -275,6 +275,7 @@ class ShardedModel:
         self.outside.ignore()
         self.gradients.release()
         self._ordinary.release()
+        self.hooks.release()
         for updates in self.full_updates:
             updates.release()
         for restore in self._plain_forwards:

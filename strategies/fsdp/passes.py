@@ -49,8 +49,9 @@ class PassChecks:
             self._calls[module] += 1
             self.mark = (self.mark * _FACTOR + number) & _MARK
         elif self._calls[module] > 1:
+            name = type(module).__name__.removeprefix("FSDP")
             raise ConfigurationError(
-                f"a {type(module).__name__} runs twice in one step under torch.utils.checkpoint with "
+                f"a {name} runs twice in one step under torch.utils.checkpoint with "
                 "use_reentrant=True, and its gradients would be wrong where weights are sharded: give "
                 "use_reentrant=False."
             )

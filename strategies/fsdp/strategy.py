@@ -225,7 +225,7 @@ class FSDPStrategy(Strategy):
         Ordinary.pause()
 
     def _after_update(self, *_: Any) -> None:
-        """Gather parameters again that the rest of the step may use (manual optimization). Collective."""
+        """Gather parameters again that the rest of the step may use. Collective."""
         if self._sharded is not None:
             self._sharded.root.unshard()
 

@@ -79,7 +79,8 @@ class _Group:
                     record._unsharded_param.note_use = self._note_use
         group._to_sharded = partial(self._free, group._to_sharded)
         for record in records:
-            record.sharded_param.gather_again = self._gather_again
+            # Not the method: a copy of the parameter would copy its object.
+            record.sharded_param.gather_again = lambda: self._gather_again()
 
     def _gather_again(self) -> None:
         """Gather the parameters again, after a change of shards in code that also uses what is gathered. Collective."""
@@ -111,7 +112,7 @@ def _carry(record: Any, is_changed: bool) -> None:
     if part.dtype == shard.dtype:
         shard.copy_(part)
     elif is_changed or bool((part != shard.to(part.dtype)).any()):
-        name = str(record._param_fqn).removeprefix("module.")
+        name = f"{record._module_info.param_name} of a {type(record._module_info.module).__name__}"
         narrow, wide = (str(each.dtype).removeprefix("torch.") for each in (part, shard))
         raise ConfigurationError(
             f"{name} was changed in place within a step, where mixed precision has it in {narrow}, too narrow for "

@@ -108,7 +108,7 @@ def reads(module: Program) -> None:
     for number, each in enumerate(weights):
         found = each.detach()
         module.seen += [found.norm().item(), float(found.abs().mean()), found.sum().tolist(), float(found.numel())]
-        module.seen += [float(found.cpu().numpy().max()), float(found.square().sum().sqrt()), float((found > 0).sum())]
+        module.seen += [float(found.cpu().max()), float(found.square().sum().sqrt()), float((found > 0).sum())]
         module.seen.append(float(torch.linalg.matrix_norm(found, "nuc")) if found.dim() == 2 else 0.0)
         module.log(f"norm_{number}", each.norm(), on_step=False, on_epoch=True)
     module.seen.append(float(nn.utils.parameters_to_vector(module.blocks.parameters()).detach().cpu()[3]))
