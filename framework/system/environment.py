@@ -21,14 +21,13 @@ from .launcher_env import (
     COMMAND,
     DIRECTORY,
     ERROR_DIR,
-    HOST,
-    PORT,
     RUN,
     STORE_FD,
     Job,
     Placement,
     read_job,
     read_placement,
+    variables_of,
 )
 from .redaction import hiding
 from .script_overrides import ScriptOverrides
@@ -85,16 +84,8 @@ def rank_environment(
         # Only rank 0 can read from the terminal: on the others breakpoint() has no effect.
         **({} if place.rank == 0 else {"PYTHONBREAKPOINT": "0"}),
         **inherited,
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "GROUP_RANK": str(place.node_rank),
-        "GROUP_WORLD_SIZE": str(place.num_nodes),
-        **dict.fromkeys(("MASTER_ADDR", HOST), str(place.master_addr)),
-        **dict.fromkeys(("MASTER_PORT", PORT), str(place.master_port)),
+        **variables_of(place),
         DIRECTORY: os.getcwd(),
-        **({} if place.num_nodes > 1 else _on_loopback()),
         ERROR_DIR: error_dir,
         ATTEMPT: str(attempt),
         COMMAND: starting_command(),
@@ -304,9 +295,3 @@ def import_without_warnings(name: str) -> None:
     """
     with variables_set({_TORCH_LOG: os.environ.get(_TORCH_LOG, "ERROR")}):
         importlib.import_module(name)
-
-
-def _on_loopback() -> dict[str, str]:
-    """Return variables with which no socket of the ranks can be reached from another machine."""
-    interface = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

@@ -5,6 +5,7 @@ Pure functions over a mapping of environment variables; ``environment.py`` passe
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,6 +58,21 @@ class Placement:
     master_port: int | None = None
     launcher: Launcher | None = None
     run: str = ""
+
+
+def variables_of(place: Placement) -> dict[str, str]:
+    """Return the variables from which a rank that phalanx starts reads its placement."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        **dict.fromkeys(("MASTER_ADDR", HOST), str(place.master_addr)),
+        **dict.fromkeys(("MASTER_PORT", PORT), str(place.master_port)),
+        **({} if place.num_nodes > 1 else _on_loopback()),
+    }
 
 
 def read_placement(variables: Mapping[str, str], num_nodes: int = 1) -> Placement:
@@ -262,3 +278,9 @@ def _tasks_per_node(text: str) -> list[int]:
     """Read SLURM's ``4(x2),3`` as [4, 4, 3]."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, repeats in found for _ in range(int(repeats or 1))]
+
+
+def _on_loopback() -> dict[str, str]:
+    """Return variables with which no socket of the ranks can be reached from another machine."""
+    interface = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

@@ -124,9 +124,7 @@ def test_failed_ranks_write_no_secret(tmp_path: Path) -> None:
 
 
 def test_the_values_of_secret_options_are_hidden() -> None:
-    given = (
-        f"python train.py --api-key abc --password=x y --hf_token {TOKEN} --pad-token '<pad>' --sort-key name --lr 0.1"
-    )
+    given = f"python a.py --api-key abc --password=x y --hf_token {TOKEN} --pad-token '<pad>' --sort-key name --lr 0.1"
     shown = without_secret_options(given)
     assert shown == (
         "python a.py --api-key '***' '--password=***' y --hf_token '***' --pad-token '<pad>' --sort-key name --lr 0.1"
