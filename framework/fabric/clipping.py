@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError, NonFiniteError
 from ..core.optimizer_config import parameters_of
+from ..parallel.gradient_operations import GradientOperations
 from .prepared import Chosen, Prepared
 
 
@@ -78,25 +79,20 @@ class Clipping:
         if not mine:
             raise ConfigurationError("clip_gradients was given an optimizer that is not set up; call setup with it.")
         chosen = [(mine[0], parameters_of(mine[0].optimizer))]
-        return self._clip(chosen, clip_val, max_norm, norm_type, error_if_nonfinite)
+        return self._clip(chosen, clip_val, max_norm or 0.0, norm_type, error_if_nonfinite)
 
     def _clip(
-        self, chosen: Sequence[Chosen], value: float | None, max_norm: float | None, norm_type: float, strict: bool
+        self, chosen: Sequence[Chosen], value: float | None, max_norm: float, norm_type: float, strict: bool
     ) -> Tensor | None:
-        ready = [(one, parameters) for one, parameters in chosen if not one.waits]
-        if not ready:
+        due = [(one, parameters) for one, parameters in chosen if not one.waits]
+        if not due:
             return None
-        ready = [(one, parameters) for one, parameters in ready if one.prepare()]
-        if not ready:
+        parts = _unscaled(due)
+        if not parts:
             # Nothing was reduced, so there is no norm, and no update follows.
             return None if value is not None else torch.zeros((), device=self._prepared.strategy.world.device)
-        for one, _ in ready:
-            one.engine.updater.unscale(one.optimizer)
-        parts = [(one.engine.strategy.gradients, parameters) for one, parameters in ready]
         if value is not None and self._scaler is None:
-            for gradients, parameters in parts:
-                gradients.clip_by_value(parameters, value)
-            return None
+            return _clip_values(parts, value)
         norm = _joint([gradients.norm(parameters, norm_type) for gradients, parameters in parts], norm_type)
         # Clamping would hide an infinity from the loss scaler, which must skip this update.
         finite = bool(norm.isfinite()) if strict or self._scaler is not None else True
@@ -105,12 +101,11 @@ class Clipping:
                 f"the norm of the gradients is {norm.item()}. Lower the learning rate, or clip with "
                 "error_if_nonfinite=False to continue."
             )
+        if value is not None:
+            return _clip_values(parts if finite else (), value)
         for gradients, parameters in parts if finite else ():
-            if value is not None:
-                gradients.clip_by_value(parameters, value)
-            else:
-                gradients.clip_by_norm(parameters, float(max_norm or 0.0), norm)
-        return None if value is not None else norm
+            gradients.clip_by_norm(parameters, max_norm, norm)
+        return norm
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip the gradients of these parameters by their joint norm. Collective.
@@ -130,7 +125,7 @@ class Clipping:
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp the gradients of these parameters, or of a module's, to ``[-clip_value, clip_value]``. Collective."""
-        self._clip(self._prepared.chosen_by(parameters), clip_value, None, 2.0, False)
+        self._clip(self._prepared.chosen_by(parameters), clip_value, 0.0, 2.0, False)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale and the window's weight, as the update does. Collective.
@@ -144,6 +139,19 @@ class Clipping:
             if wanted and not one.waits:
                 one.prepare()
                 one.engine.updater.unscale(one.optimizer)
+
+
+def _unscaled(due: Sequence[Chosen]) -> list[tuple[GradientOperations, list[Tensor]]]:
+    """Unscale the gradients of optimizers that update now; return their operations and the chosen parameters."""
+    ready = [(one, parameters) for one, parameters in due if one.prepare()]
+    for one, _ in ready:
+        one.engine.updater.unscale(one.optimizer)
+    return [(one.engine.strategy.gradients, parameters) for one, parameters in ready]
+
+
+def _clip_values(parts: Sequence[tuple[GradientOperations, list[Tensor]]], value: float) -> None:
+    for gradients, parameters in parts:
+        gradients.clip_by_value(parameters, value)
 
 
 def _joint(norms: Sequence[Tensor], norm_type: float) -> Tensor:

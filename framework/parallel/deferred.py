@@ -120,10 +120,8 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.empty:
             return self._empty(args, kwargs)
-        if func is supply:
-            return self._supply(*args)
-        if func is has_supplied_values and (recipe := self.find(args[0])) is not None:
-            return [step.function for step in recipe.steps] == [read_into]
+        if func in (supply, has_supplied_values):
+            return self._supplied(func, *args)
         tensors = [each for each in tree_flatten((args, kwargs))[0] if self.find(each) is not None]
         if not tensors:
             return func(*args, **kwargs)
@@ -162,6 +160,13 @@ class _Recorder(TorchFunctionMode):
             tensor = torch.empty(*args, **{**kwargs, "device": "meta"})
         self.known[tensor.untyped_storage()._cdata] = Recipe(tensor.detach(), device)
         return tensor
+
+    def _supplied(self, func: Any, tensor: Tensor, *read: Callable[[], Tensor]) -> Any:
+        """Do the work of ``supply`` and ``has_supplied_values``."""
+        if func is supply:
+            return self._supply(tensor, *read)
+        recipe = self.find(tensor)
+        return func(tensor) if recipe is None else [step.function for step in recipe.steps] == [read_into]
 
     def _supply(self, tensor: Tensor, read: Callable[[], Tensor]) -> None:
         """Let a parameter get its values from elsewhere, also one that was built on the meta device."""

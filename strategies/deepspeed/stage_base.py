@@ -39,7 +39,7 @@ class Scaling(Protocol):
 
 
 class UseOfParameters:
-    """Which parameters have a gradient in this window, on this rank.
+    """A record of the parameters that have a gradient in this window, on this rank.
 
     Args:
         parameters: the parameters that the engine trains.

@@ -127,7 +127,7 @@ class EngineState(PartitionedState):
             start, length = even_piece(torch.Size(full_shape(parameter)).numel(), self.world)
             split = is_split(parameter)
             mine = self._in_memory(parameter).ds_tensor if split else parameter.detach().reshape(-1)[start:]
-            # The user may have changed the parameter, as one who updates a teacher by hand does.
+            # The user may have changed the parameter, such as a teacher that is updated by hand.
             keep_equal(exact, mine[:length])
             return exact, start
         return local_piece(self._in_memory(parameter), self.world) if is_split(parameter) else None
@@ -182,7 +182,7 @@ class EngineState(PartitionedState):
                 step = state.get("step", 0) if state else None
                 if self.piece_steps is not None:
                     step = self.piece_steps.step_of(piece.parameter, step)
-                # A rank without elements of a parameter does not know.
+                # A rank without elements of a parameter lacks its counter.
                 found.append(-2.0 if not piece.length else -1.0 if step is None else float(step))
         counts = torch.tensor(found, device=self.world.device)
         if self.world.size > 1 and found:
