@@ -10,7 +10,7 @@ _PLAIN = (bool, int, float, str, PurePath, type(None))
 
 
 def plain_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults that a configuration can describe; callbacks are no defaults but additions."""
+    """Return the defaults that a configuration can describe; callbacks are additions."""
     return {name: value for name, value in given.items() if name != "callbacks" and _is_plain(value)}
 
 

@@ -2,7 +2,7 @@
 
 In the context ``SuppliedValues``, ``supply`` lets a tensor have the values that a function returns. The function is
 called by the first operation that needs them, a copy or a norm for example. If none does, it is not called at all, and
-whoever has supplied them can write them into the tensor later, in parts.
+the caller that has supplied them can write them into the tensor later, in parts.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ class GradientHooks:
         for handle in self._own:
             handle.remove()
         for parameter in self._parameters:
+            # No ordinary way: the attribute may be missing.
             vars(parameter).pop("add_gradient_hook", None)
             if id(parameter) in self._tables:
                 parameter._backward_hooks = self._tables[id(parameter)][1]  # type: ignore[assignment]

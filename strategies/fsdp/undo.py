@@ -75,6 +75,7 @@ class Footprint:
         for table, key in self._added:
             table.pop(key, None)
         for part, kind in self._classes:
+            # No ordinary way: the attribute may be missing.
             vars(part).pop("__deepcopy__", None)
             # No ordinary way: `fully_shard` has replaced the class of the user's module, which stays the same object.
             part.__class__ = kind

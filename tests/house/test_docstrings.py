@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from test_language import CODE, ROOT, comments
+
+import phalanx
+
+ROOT = Path(phalanx.__file__).parent
+FOLDERS = ("framework", "strategies", "precisions", "callbacks", "loggers", "cli", "examples", "benchmarks", "docs")
+CODE = [*sorted(ROOT.glob("*.py")), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
 
 SECTIONS = ("Args", "Attributes", "Raises")
 ENTRY = re.compile(r"\*{0,2}[\w.]+(, [\w.]+)*:(\s|$)")
@@ -24,6 +31,19 @@ FUNCTION_WORDS = re.compile(
     "their|then|they|this|to|was|were|when|which|while|with)",
     re.IGNORECASE,
 )
+
+
+def comments(source: str) -> Iterator[str]:
+    """Yield comments, those of consecutive lines as one text."""
+    block: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if block and token.start[0] != block[-1][0] + 1:
+                yield "\n".join(text for _, text in block)
+                block = []
+            block.append((token.start[0], token.string.lstrip("#")))
+    if block:
+        yield "\n".join(text for _, text in block)
 
 
 def section(docstring: str, title: str) -> list[str]:
@@ -88,7 +108,7 @@ def breaches(path: Path) -> list[str]:
         for text, names in docstrings(source)
         for line in [*misplaced_entries(text, names), *torn_lines(text), *broken_items(text)]
     ]
-    found += [line for comment in comments(source) for line in torn_lines(comment.text)]
+    found += [line for comment in comments(source) for line in torn_lines(comment)]
     return [f"{path.relative_to(ROOT)}: {line.strip()}" for line in found]
 
 
