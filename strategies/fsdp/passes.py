@@ -94,7 +94,7 @@ def _before_backward(pre_backward: Callable[..., Any], *args: Any) -> Any:
     if torch.is_grad_enabled():
         raise ConfigurationError(
             "a derivative was computed with create_graph=True, as for a gradient penalty or forces, and its own "
-            "derivative needs weights that are sharded again at that time: use strategy='zero2', which divides gradients "
-            "and optimizer state, or strategy='ddp'."
+            "derivative needs weights that are sharded again at that time: use strategy='zero2', which divides "
+            "gradients and optimizer state, or strategy='ddp'."
         )
     return pre_backward(*args)
