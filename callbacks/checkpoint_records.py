@@ -45,6 +45,8 @@ class CheckpointRecords(Callback):
     """The path of the newest checkpoint, which may still be unwritten; empty if there is none yet."""
     _current: float | None
     """See ``current_score``."""
+    _has_run: bool
+    """Whether a fit has begun since records were loaded or cleared."""
     _saved_step: int
     """The step of the newest save that has not failed; -1 before the first save and after a failed one."""
     _superseded: list[str]
@@ -107,6 +109,7 @@ class CheckpointRecords(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._has_run = False
         # If the directory was moved, its checkpoints are found in the new place.
         def here(path: str) -> str:
             before = state["dirpath"]
@@ -130,6 +133,7 @@ class CheckpointRecords(Callback):
         self.last_model_path = self._newest = ""
         self._current = None
         self._superseded = []
+        self._has_run = False
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Restore the records from a state dict: of a checkpoint, or of the moment before a failed save."""

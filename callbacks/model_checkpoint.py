@@ -131,6 +131,7 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         self._validated = False
         # A save that is due before its metric is known waits for the next validation or the end of the epoch.
         self._deferred = False
+        self._came_due = False
         self._schedule.restart_clock()
 
     @property
@@ -181,13 +182,14 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         return super().wants(hook)
 
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
-        if stage == "fit":
+        if stage == "fit" and self._has_run:
             # Those of another fit, such as another fold. A resumed fit loads its own from the checkpoint.
             self._clear_records()
         if self._given_dirpath is None and (stage == "fit" or self.dirpath is None):
             self.dirpath = os.path.abspath(trainer.checkpoint_dir)
 
     def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:
+        self._has_run = True
         if self._doubt is not None:
             trainer.note(self._doubt)
         if not trainer.fast_dev_run and (self._kept.saves or self.save_last):
@@ -244,7 +246,8 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         if step in (self._saved_step, self._first_step) or trainer.fast_dev_run:
             return
         # A run must not end without any checkpoint because none came due, or because its metric is not known.
-        is_only_one = self._kept.saves and self._schedule.saves and not self._kept.paths and not self.save_last
+        saves = self._kept.saves and self._schedule.saves and not self.save_last
+        is_only_one = saves and not self._kept.paths and (self._deferred or not self._came_due)
         if self.save_last or is_only_one:
             self._save(trainer, replace(self._plan(trainer, is_end=True), path="", counts=False))
         if is_only_one:
@@ -266,6 +269,7 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
     def _save_or_defer(self, trainer: TrainerView, last_chance: bool = False) -> None:
         if trainer.fast_dev_run or (trainer.global_step == self._saved_step and not self._deferred):
             return
+        self._came_due = True
         # The plan depends on the result of the previous save.
         trainer.finish_saves()
         self._schedule.restart_clock()

@@ -89,8 +89,8 @@ class Timer(Callback):
         self._ends.pop("train", None)
 
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
-        if stage == "fit":
-            # A resumed fit loads the time of its earlier parts from the checkpoint.
+        if stage == "fit" and "train" in self._ends:
+            # Another fit has ended; a resumed one loads the time of its earlier parts from the checkpoint.
             self._trained_before = 0.0
 
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:

@@ -125,8 +125,8 @@ MISTAKES = {
         ["'val/los'", "Did you mean 'val/loss'?"], 1,
     ),
     "monitor of a checkpoint": Mistake(
-        "Trainer(**cpu, callbacks=ModelCheckpoint(monitor='accuracy')).fit(Model(), data, data)",
-        ["'accuracy'", "was not logged", "val/loss"], 1,
+        "Trainer(**cpu, callbacks=ModelCheckpoint(monitor='perplexity')).fit(Model(), data, data)",
+        ["'perplexity'", "was not logged", "val/loss"], 1,
     ),
     "checkpoint path": Mistake(
         "Trainer(**cpu).fit(Model(), data, ckpt_path=sys.argv[1] + '/none.ckpt')", ["none.ckpt"], REFUSED

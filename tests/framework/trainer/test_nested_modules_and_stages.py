@@ -170,7 +170,6 @@ def test_callbacks_begin_each_fit_anew(tmp_path: Path) -> None:
             max_epochs=5, accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False, verbose=False,
             callbacks=[saver, stopper, timer], enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        timer.load_state_dict({"time_elapsed": {"train": 3600.0}})
         trainer.fit(Validated(score=fold), loader(8), loader(4))
         assert trainer.current_epoch == 2
         assert stopper.best_score == fold
