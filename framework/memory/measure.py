@@ -60,9 +60,12 @@ def copied(module: TrainModule, convert: Callable[[Tensor], Tensor]) -> TrainMod
     """Return a copy of a module with its parameters and buffers converted. Ties and ``requires_grad`` are preserved."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
+        if is_lazy(parameter):
+            continue
         memo[id(parameter)] = nn.Parameter(convert(parameter.detach()), requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
-        memo[id(buffer)] = convert(buffer.detach())
+        if not is_lazy(buffer):
+            memo[id(buffer)] = convert(buffer.detach())
     return copy.deepcopy(module, memo)
 
 

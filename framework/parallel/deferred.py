@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -130,6 +131,9 @@ class _Recorder(TorchFunctionMode):
         if name in ("set_", "__set__") and len(args) == 2 and self.find(args[0]) is not None and _has_data(args[1]):
             # In place of sharing the other's memory, the tensor copies the values, in the end, as that memory then is.
             return self._fill(lambda tensor: tensor.copy_(args[1]), "copy_", args[:1], {})
+        if name == "__set__" and is_lazy(args[0]) and (recipe := self.find(args[1])) is not None:
+            # A lazy layer takes its shape from a batch, which needs the values that are filled in next.
+            return func(args[0], recipe.value())
         if name == "__set__" or name in _HARMLESS:
             return func(*args, **kwargs)
         if name == "clone" and tensors[0].numel() == self.known[tensors[0].untyped_storage()._cdata].base.numel():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..core.errors import ConfigurationError
 from ..core.registry import STRATEGIES
@@ -192,5 +193,5 @@ def _memory(resources: Resources, tensors: Iterator[Tensor] | tuple[()]) -> Memo
 
 
 def _tensors(module: TrainModule) -> Iterator[Tensor]:
-    yield from (parameter.detach() for parameter in module.parameters())
+    yield from (parameter.detach() for parameter in module.parameters() if not is_lazy(parameter))
     yield from module.buffers()

@@ -9,15 +9,14 @@ Private functions of torch's FSDP are called to run a backward pass inside the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -30,38 +29,25 @@ from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import replace_tensors, supplied_names
 from ...framework.parallel.strategy import StepAdapter, StepFunction
 from ..limits import updates_full_parameters
-from .activations import Checkpointed, checkpoint_forward, checkpointed_parts
+from .activations import checkpoint_forward, checkpointed_parts
 from .boxes import local_of, whole_of_parts
-from .experts import ExpertMeshes, divide, expert_layers, shard_placement
+from .dtypes import modules_of_other_dtypes
+from .experts import divide, expert_layers, shard_placement
 from .full_updates import FullUpdates
 from .gathering import prepare_gathering
+from .hooks import GradientHooks
 from .initial import Origins, Source, allocate_buffers, check_buffers, put_shard, take_away
+from .kept import kept_parameters
 from .module_gradients import ModuleGradients
-from .outside import Context, OutsideCalls, explain_sharded
+from .ordinary import Ordinary, full_value
+from .outside import OutsideCalls
+from .passes import PassChecks
+from .sharding import Sharding
 from .state import carry_slots, shard_slots
 from .tensor import split_layers, tie_again
 from .undo import Footprint
-from .units import Units, check_parameters, find_units, prefetch, without_shared
-
-
-@dataclass
-class Sharding:
-    """The arguments of ``fully_shard`` for a model; ``FSDPStrategy`` describes those that users give."""
-
-    units: Units
-    mesh: DeviceMesh
-    tensor_mesh: DeviceMesh | None
-    policy: MixedPrecisionPolicy
-    reshard_after_forward: bool | int
-    cpu_offload: bool
-    prefetch: int
-    checkpointed: Checkpointed
-    context: Callable[[], Context]
-    """Returns the context of forward passes in the gathered parameters' dtype, None if they need none."""
-    backward_inside: bool = False
-    """Whether the model runs again after a backward pass before its outermost call returns (manual optimization)."""
-    experts: ExpertMeshes | None = None
-    """The ranks that hold different experts, and those that hold the same ones."""
+from .units import check_parameters, check_renormalized, find_units, prefetch, without_shared
+from .written import carry_writes
 
 
 class ShardedModel:
@@ -84,8 +70,9 @@ class ShardedModel:
         parts = [part for optimizer in optimizers for part in optimizers_in(optimizer)]
         full = [part for part in parts if updates_full_parameters(part)]
         self._keep_full = {id(parameter) for part in full for parameter in parameters_of(part)}
-        # Errors in the arguments are raised before the module is changed.
         check_parameters(module)
+        if world.size > 1 and optimizers:
+            check_renormalized(module)
         self.units = find_units(module, sharding.units)
         meshes = sharding.experts
         self._experts = [] if meshes is None else list(expert_layers(module, meshes.group.size()).values())
@@ -93,6 +80,7 @@ class ShardedModel:
         later = supplied_names(module, supplied)
         origins = Origins(module, deferred, world, later)
         computed = allocate_buffers(module, world, later)
+        kept = list(kept_parameters(module))
         sources = take_away(module, self._optimizers)
         adapter: nn.Module = self.root
         self._footprint = Footprint(adapter)
@@ -100,12 +88,17 @@ class ShardedModel:
             self._split(sources, sharding.tensor_mesh)
         undos = [] if meshes is None else divide(self._experts, meshes)
         self._shard(sources)
+        self.hooks = GradientHooks()
         self._fill(sources, origins)
+        parameters = dict(module.named_parameters())
+        for held, key, name in kept:
+            held[key] = parameters[name]
         check_buffers(computed)
         self.full_updates = [FullUpdates(part, world) for part in full]
         # torch would do this in the first forward pass: done here, its errors appear in set-up.
         self._state._lazy_init()
         self._footprint.close()
+        self._footprint.allow_copies()
         prefetch(self.root, list(self.units), sharding.prefetch)
         self._plain_forwards = [*(checkpoint_forward(part) for part in self.checkpointed), *undos]
         self.parts: list[FSDPModule] = [part for part in self.root.modules() if isinstance(part, FSDPModule)]
@@ -113,6 +106,10 @@ class ShardedModel:
         self._unreduced = False
         self._trainable = self._trainables()
         prepare_gathering(self.parts)
+        carry_writes(self.parts, self.root, any(part._compiled_call_impl for part in module.modules()))
+        self.checks = PassChecks(self.parts)
+        meshes = {each.device_mesh for each in module.parameters() if isinstance(each, DTensor)}
+        self._ordinary = Ordinary(meshes, world)
         self.outside = OutsideCalls(self.root, sharding.context, self.reshard)
         self.gradients = ModuleGradients(module, self.parts, self._in_forward, self.reshard)
 
@@ -133,8 +130,10 @@ class ShardedModel:
         sharding = self.sharding
         inside = {part for layer in self._experts for part in layer.modules()}
         units = [unit for unit in self.units if unit not in inside]
-        units, left, shared = without_shared(self.module, [*units, *self._experts])
-        self.units = units = [unit for unit in units if unit not in inside]
+        others = modules_of_other_dtypes(self.module, [*units, *self._experts])
+        units, left, shared = without_shared(self.module, [*units, *self._experts, *others])
+        units = [unit for unit in units if unit not in inside]
+        self.units = [unit for unit in units if unit not in others]
         pinned = self.world.device.type == "cuda"
         arguments: dict[str, Any] = {
             "mesh": sharding.mesh,
@@ -173,6 +172,8 @@ class ShardedModel:
             whole = origins.value(source.name, source.given)
             parameter = put_shard(source, whole, device, self.world)
             del whole  # before the next one takes memory
+            with Ordinary.paused():
+                self.hooks.carry(source.given, parameter)
             for optimizer in self._optimizers:
                 if id(source.given) in self._keep_full:
                     carry_slots(optimizer, source.given, parameter)
@@ -194,6 +195,7 @@ class ShardedModel:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Reduce gradients in the next backward passes, or only accumulate them locally."""
+        enabled = enabled or bool(self.hooks)
         if enabled != self.syncs:
             self.syncs = enabled
             for part in self.parts:
@@ -205,7 +207,13 @@ class ShardedModel:
         if inside and loss.requires_grad:
             # Otherwise gradients of the root are reduced only if a unit takes part.
             loss.register_hook(self._state._pre_backward)
-        loss.backward(**options)
+        with Ordinary.paused():
+            if self.hooks:
+                self.hooks.begin()
+            loss.backward(**options)
+            if self.hooks:
+                self.hooks.end()
+        self.checks.forget()
         self._unreduced = not self.syncs
         if inside:
             self.root.unshard()
@@ -237,13 +245,13 @@ class ShardedModel:
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Run a step that a backward pass follows."""
         self.outside.begin_step()
+        within_update = Ordinary.resume()
         try:
-            return self.root(*arguments, **options)
-        except RuntimeError as error:
-            explain_sharded(error, self.module)
-            raise
+            return full_value(self.root(*arguments, **options))
         finally:
             self.outside.end_step()
+            if within_update:
+                Ordinary.pause()
 
     def evaluate(self, step: StepFunction, *arguments: Any, **options: Any) -> Any:
         """Run a step without a backward pass after it; free the parameters that it has gathered."""
@@ -258,6 +266,7 @@ class ShardedModel:
         """Free gathered parameters, so that the module holds the sharded parameters that optimizers update."""
         for part in self.parts:
             part.reshard()
+        self.checks.forget()
         self.outside.watch()  # what runs later in the same step gathers its parameters again
 
     def take_off(self) -> None:
@@ -265,6 +274,8 @@ class ShardedModel:
         self.reshard()
         self.outside.ignore()
         self.gradients.release()
+        self._ordinary.release()
+        self.hooks.release()
         for updates in self.full_updates:
             updates.release()
         for restore in self._plain_forwards:
@@ -284,4 +295,6 @@ class ShardedModel:
             full = whole_of_parts(tensor)
             return full if keeps else full.to("meta")
 
+        before = dict(self.module.named_parameters())
         replace_tensors(self.module, whole)
+        self.hooks.give_back(before, dict(self.module.named_parameters()))

@@ -21,7 +21,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from ...framework.core.errors import ConfigurationError
 from ...framework.core.precision import at_least_fp32
 
 Context: TypeAlias = "AbstractContextManager[Any] | None"
@@ -111,27 +110,6 @@ class OutsideCalls:
 
         handle = module.register_forward_hook(after, always_call=True)
         return args
-
-
-def explain_sharded(error: RuntimeError, module: nn.Module) -> None:
-    """Replace torch's error about a sharded parameter in a step by one that names the module.
-
-    Raises:
-        ConfigurationError: the error is about a sharded parameter.
-    """
-    if "got mixed torch.Tensor and DTensor" not in str(error):
-        return
-    names = {part: name for name, part in module.named_modules()}
-    found, frame = module, error.__traceback__
-    while frame is not None:
-        part = frame.tb_frame.f_locals.get("self")
-        found = part if isinstance(part, nn.Module) and part in names else found
-        frame = frame.tb_next
-    raise ConfigurationError(
-        f"{names[found] or 'the module'} ({type(found).__name__}) computed with a parameter that is sharded at this "
-        "point, because the unit that gathers it was not called: call the unit as a whole, or make this part a unit "
-        "with FSDPStrategy(units=...)."
-    ) from error
 
 
 def _states_above(part: Any, above: tuple[Any, ...]) -> Iterator[tuple[nn.Module, tuple[Any, ...]]]:

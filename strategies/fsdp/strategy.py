@@ -34,9 +34,12 @@ from .experts import ExpertMeshes, check_experts
 from .gradients import ShardedGradients
 from .initial import move_buffers
 from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_degrees
-from .model import ShardedModel, Sharding
+from .model import ShardedModel
+from .ordinary import Ordinary
+from .passes import OrderFlags
 from .quantized import check_blocks
 from .recovery import ShardedRecovery, UniformModel, recovery_of_shards
+from .sharding import Sharding
 from .staged import sharded_stages
 from .state import ShardedState
 from .tensor import check_plan
@@ -200,27 +203,29 @@ class FSDPStrategy(Strategy):
         )
         self._routed = routed
         kind = UniformModel if routed is Routed.REPEATED else ShardedModel
-        self._sharded = kind(module, optimizers, self.world, sharding, self._deferred, self._supplied)
+        self._sharded = sharded = kind(module, optimizers, self.world, sharding, self._deferred, self._supplied)
         if routed is Routed.REPEATED:
-            self.recovery = ShardedRecovery(self._sharded)
-        self.state = ShardedState(self.world, self._sharded.reshard, self._sharded.full_updates)
+            self.recovery = ShardedRecovery(sharded)
+        self.state = ShardedState(self.world, sharded.reshard, sharded.full_updates)
+        self.flags = OrderFlags(self.world, sharded.checks) if training and self.world.size > 1 else None
         self.sync_buffers(module)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
-        if routed is Routed.STEP:
-            self._stop_hooks += [each.register_step_post_hook(self._after_update) for each in optimizers]
+        self._stop_hooks += [each.register_step_post_hook(Ordinary.resume) for each in optimizers]
+        for each in optimizers if routed is Routed.STEP else ():
+            self._stop_hooks.append(each.register_step_post_hook(self._after_update))
         return list(optimizers)
 
     def _context(self) -> AbstractContextManager[Any] | None:
-        # Gathered parameters are narrow only in mixed precision.
         return self.precision.forward_context(self.world.device.type) if self.precision.is_mixed else None
 
     def _before_update(self, *_: Any) -> None:
         """Free parameters that a forward pass without backward has left gathered, as they would miss the update."""
         if self._sharded is not None:
             self._sharded.reshard()
+        Ordinary.pause()
 
     def _after_update(self, *_: Any) -> None:
-        """Gather parameters again that the rest of the step may use (manual optimization). Collective."""
+        """Gather parameters again that the rest of the step may use. Collective."""
         if self._sharded is not None:
             self._sharded.root.unshard()
 
@@ -229,8 +234,7 @@ class FSDPStrategy(Strategy):
         step = step if self._sequences is None else self._sequences.routed(step)
         if self._sharded is None:
             return step
-        # With manual optimization no backward pass follows the step, so its gathered parameters are freed after it, as
-        # in an evaluation.
+        # Under manual optimization no backward pass follows: gathered parameters are freed, as in an evaluation.
         direct = training and self._routed is not Routed.STEP
         return partial(self._sharded.train if direct else self._sharded.evaluate, step)
 
@@ -289,7 +293,7 @@ class FSDPStrategy(Strategy):
         sharded, self._sharded = self._sharded, None
         for hook in self._stop_hooks:
             hook.remove()
-        self._stop_hooks = []
+        self._stop_hooks, self.flags = [], None
         if sharded is not None:
             self.state = ShardedState(self.world)
             sharded.take_off()

@@ -12,6 +12,7 @@ used:
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -53,11 +54,29 @@ class Footprint:
         self._parts = [part for part, _, _ in self._before]
         self._before = []
 
+    def allow_copies(self) -> None:
+        """Let ``copy.deepcopy`` copy sharded modules, which torch refuses; the copies are not sharded modules."""
+        added = {(id(table), key) for table, key in self._added}
+        for part, kind in self._classes:
+
+            def copied(memo: dict[int, Any], part: nn.Module = part, kind: type[nn.Module] = kind) -> nn.Module:
+                memo[id(part)] = twin = kind.__new__(kind)
+                for name, value in vars(part).items():
+                    if name in _HOOKS:
+                        value = type(value)((key, hook) for key, hook in value.items() if (id(value), key) not in added)
+                    if name not in (*_ADDED_ATTRIBUTES, STATE_KEY, REGISTRY_KEY, "__deepcopy__"):
+                        object.__setattr__(twin, name, copy.deepcopy(value, memo))
+                return twin
+
+            object.__setattr__(part, "__deepcopy__", copied)
+
     def undo(self) -> None:
         """Revert the recorded changes."""
         for table, key in self._added:
             table.pop(key, None)
         for part, kind in self._classes:
+            # No ordinary way: the attribute may be missing.
+            vars(part).pop("__deepcopy__", None)
             # No ordinary way: `fully_shard` has replaced the class of the user's module, which stays the same object.
             part.__class__ = kind
         for part in self._parts:

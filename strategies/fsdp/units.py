@@ -60,7 +60,7 @@ def check_parameters(module: nn.Module) -> None:
     """Check that every parameter can be sharded.
 
     Raises:
-        ConfigurationError: a parameter has no dims, is trained without elements, or has an unknown shape.
+        ConfigurationError: a parameter has no dims, is trained without elements, is complex, or has an unknown shape.
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -73,10 +73,30 @@ def check_parameters(module: nn.Module) -> None:
                 f"{name} has no elements, so torch cannot reduce its gradient: freeze it, which changes nothing, or "
                 "use strategy='ddp'."
             )
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ConfigurationError(
+                f"{name} is complex, and torch reduces sharded gradients as real numbers: keep real and imaginary "
+                "parts in a real parameter, with torch.view_as_complex in forward, or use strategy='ddp'."
+            )
         if parameter.dim() == 0:
             raise ConfigurationError(
                 f"{name} is a parameter without dims, which cannot be split over ranks: give it one dim, with one "
                 "element, torch.zeros(1) in place of torch.tensor(0.0)."
+            )
+
+
+def check_renormalized(module: nn.Module) -> None:
+    """Refuse embeddings that change their weights in a forward pass, where ranks have different batches.
+
+    Raises:
+        ConfigurationError: an embedding has ``max_norm``.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ConfigurationError(
+                f"{name or 'the module'} has max_norm={part.max_norm}, by which each rank changes the rows of its own "
+                "batch, and the ranks share one sharded weight: leave max_norm out, and limit the norms of all rows "
+                "with torch.renorm in on_train_batch_start."
             )
 
 

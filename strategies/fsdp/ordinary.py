@@ -1,0 +1,260 @@
+"""Sharded tensors in the user's own code: an operation on one means the operation on the full tensor.
+
+Torch's DTensor computes on shards, which serves optimizers. For other code it lacks these, which are added as long as
+a sharded model exists, and only for tensors that are divided like its parameters:
+
+- ``item()`` and the like return the number of the full tensor, also of a sum or norm that ranks hold in parts.
+- An operation with an ordinary tensor, or one that DTensor does not know, gathers; its gradient is the mean over ranks.
+- An operation in place with an ordinary tensor, ``p.data = ...``, and writing to a view of a shard change the shards.
+- Random values are those of rank 0's full tensor: ranks would draw the same values for different shards.
+
+All ranks must call these operations, which are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._pytree import tree_map_only
+
+from ...framework.core.errors import ConfigurationError
+from ...framework.distributed.world import World
+from .boxes import box_in, box_of, like, local_of, whole_of_parts
+
+_NUMBERS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__complex__", "__index__"}
+_NUMBERS |= {"__format__", "__contains__", "cpu", "equal", "allclose"}
+_VIEWS = {"__getitem__", "select", "narrow", "view", "view_as", "reshape", "flatten", "ravel", "unflatten", "diagonal"}
+_VIEWS |= {"split", "chunk", "unbind", "t", "transpose", "permute", "movedim", "squeeze", "unsqueeze", "unfold"}
+_RANDOM = {"rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "dropout", "poisson", "normal"}
+_RANDOM_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_"}
+_ALWAYS_FULL = {*_RANDOM_IN_PLACE, "__setitem__"}
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"}
+_SET_DATA, _SET_GRADIENT = Tensor.data.__set__, Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+class Ordinary:
+    """Lets code that is not an optimizer compute with the sharded tensors of one model.
+
+    Args:
+        meshes: those of its parameters.
+        world: the ranks.
+    """
+
+    _worlds: ClassVar[dict[DeviceMesh, World]] = {}
+    _number = 0
+    _torch_own: Any = vars(DTensor)["__torch_function__"]
+
+    def __init__(self, meshes: set[DeviceMesh], world: World) -> None:
+        Ordinary._number += 1
+        Ordinary._worlds.update(dict.fromkeys(meshes, world))
+        Ordinary.resume()
+        self.release: Callable[[], Any] = finalize(self, _leave)
+        """Leaves DTensor as it was, after the last sharded model."""
+
+    @staticmethod
+    def resume(*_: Any) -> bool:
+        """Let operations mean those on full tensors; return whether they did not."""
+        was_off = bool(Ordinary._number) and vars(DTensor)["__torch_function__"] is Ordinary._torch_own
+        if was_off:
+            # No ordinary way: results of operations are of the class DTensor itself, whatever the parameters are.
+            DTensor.__torch_function__ = classmethod(_call)  # type: ignore[assignment]
+        return was_off
+
+    @staticmethod
+    def pause() -> None:
+        """Let operations compute on shards, without a Python call for each use of an attribute."""
+        DTensor.__torch_function__ = Ordinary._torch_own
+
+    @staticmethod
+    @contextmanager
+    def paused() -> Generator[None, None, None]:
+        """Return a context in which operations compute on shards, such as those of phalanx and of torch's FSDP."""
+        was_off = vars(DTensor)["__torch_function__"] is Ordinary._torch_own
+        Ordinary.pause()
+        try:
+            yield
+        finally:
+            if not was_off:
+                Ordinary.resume()
+
+
+def _leave() -> None:
+    Ordinary._number -= 1
+    if not Ordinary._number:
+        Ordinary._worlds.clear()
+        Ordinary.pause()
+
+
+def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Call a function of torch that was given a DTensor."""
+    kwargs = kwargs or {}
+    name = getattr(func, "__name__", "")
+    # Functions with an underscore are those of optimizers and loss scalers.
+    if name != "__get__" and (not name.startswith("_") or name.startswith("__")):
+        given = list(_tensors((*args, *kwargs.values())))
+        first = next((each for each in given if is_sharded(each)), None)
+        if first is not None:
+            return _computed(func, name, args, kwargs, given, first)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], first: DTensor) -> Any:
+    if name == "register_hook" and hasattr(first, "add_gradient_hook"):
+        return first.add_gradient_hook(*args[1:], **kwargs)
+    if name == "__set__":
+        return _set(func, *args)
+    if name in _NUMBERS:
+        return _on_full(func, args, kwargs)
+    if name in _RANDOM:
+        return Ordinary._worlds[first.device_mesh].broadcast(_on_full(func, args, kwargs))
+    mixed = any(not isinstance(each, DTensor) for each in given)
+    is_init = getattr(func, "__module__", "") == "torch.nn.init"
+    if name in _IN_PLACE or is_init or (name.endswith("_") and not name.endswith("__")):
+        target = args[0] if args else kwargs.get("tensor", first)
+        if mixed or is_init or name in _ALWAYS_FULL or hasattr(target, "view_of"):
+            return _changed(_in_place(func, name, target, args, kwargs))
+    elif mixed:
+        return _on_full(func, args, kwargs)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError):
+        if name == "backward":
+            raise
+        if name.endswith("_"):
+            return _changed(_in_place(func, name, args[0] if args else first, args, kwargs))
+        return _on_full(func, args, kwargs)
+    if name.endswith("_"):
+        _changed(first)
+    if name in _VIEWS:
+        for number, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
+            # DTensor may have gathered a copy.
+            each.view_of = first, _nth(func, number, result), args, kwargs
+    return result
+
+
+def _changed(tensor: Any) -> Any:
+    """Gather a parameter again whose shards were changed, where it is gathered now. Collective."""
+    if hasattr(tensor, "gather_again"):
+        tensor.gather_again()
+    return tensor
+
+
+def _nth(func: Any, number: int, result: Any) -> Callable[..., Tensor]:
+    several = isinstance(result, (tuple, list))
+    return (lambda *args, **kwargs: func(*args, **kwargs)[number]) if several else func
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is divided like the parameters of a sharded model."""
+    return isinstance(value, DTensor) and value._spec.mesh in Ordinary._worlds
+
+
+def full_value(tensor: Any) -> Any:
+    """Return the full tensor of a sharded one, with a gradient. Collective."""
+    return _Full.apply(tensor) if is_sharded(tensor) else tensor
+
+
+def as_shard(parameter: DTensor, value: Tensor) -> DTensor:
+    """Return a tensor that is divided like a parameter. Collective if it is divided otherwise."""
+    if isinstance(value, DTensor):
+        return (
+            value if value.placements == parameter.placements else value.redistribute(placements=parameter.placements)
+        )
+    local = box_in(value, *box_of(parameter)).to(local_of(parameter), copy=True, memory_format=torch.contiguous_format)
+    return like(parameter, local)
+
+
+class _Full(torch.autograd.Function):
+    """Gathers a tensor; its gradient is the mean over the ranks, of which each has a gradient of its own loss."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.spec = tensor._spec
+        return whole_of_parts(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        mesh = ctx.spec.mesh
+        part = DTensor.from_local(gradient.contiguous() / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
+        goal = [Replicate() if each.is_partial() else each for each in ctx.spec.placements]
+        return part.redistribute(placements=goal)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map_only(DTensor, full_value, (tuple(args), kwargs))
+    return func(*args, **kwargs)
+
+
+def _set(func: Any, target: Any, value: Any) -> None:
+    """Assign ``data`` or ``grad``."""
+    if func == _SET_DATA:
+        if value.shape != target.shape:
+            raise ConfigurationError(
+                f"p.data = a tensor of shape {list(value.shape)}, and the parameter has the shape {list(target.shape)} "
+                "and is sharded: change shapes in configure_model, before the strategy shards the model."
+            )
+        with torch.no_grad():
+            local_of(target).copy_(local_of(as_shard(target, value)))
+        _changed(target)
+        return
+    if func == _SET_GRADIENT and isinstance(value, Tensor):
+        value = as_shard(target, value)
+    with torch._C.DisableTorchFunctionSubclass():
+        func(target, value)
+
+
+def _in_place(func: Any, name: str, target: Any, args: Any, kwargs: Any) -> Any:
+    """Change a tensor by an operation on full tensors; of a sharded one, and of one that it views, the shards."""
+    needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((*args, *kwargs.values())))
+    if needs_gradient and isinstance(target, DTensor):
+        raise ConfigurationError(
+            f"{name} changes a sharded tensor in place while gradients are recorded: use the operation that returns a "
+            "new tensor, such as total = total + x, or torch.no_grad()."
+        )
+    if not isinstance(target, DTensor):
+        return _on_full(func, args, kwargs)
+
+    def write(tensor: Tensor) -> None:
+        own = {"tensor": tensor} if not args else {}
+        rest = tree_map_only(
+            DTensor, full_value, (tuple(args[1:]), {k: v for k, v in kwargs.items() if v is not target})
+        )
+        func(*((tensor,) if args else ()), *rest[0], **{**rest[1], **own})
+
+    with torch.no_grad():
+        # From the view to the parameter, of which the view may be a copy.
+        chain, root = [], target
+        while hasattr(root, "view_of"):
+            root, view, view_args, view_kwargs = root.view_of
+            chain.append((view, view_args, view_kwargs))
+        full = part = whole_of_parts(root).clone()
+        for view, view_args, view_kwargs in reversed(chain):
+            part = view(part, *view_args[1:], **view_kwargs)
+        write(part)
+        full = Ordinary._worlds[root.device_mesh].broadcast(full) if _is_random(func, name) else full
+        for held, value in ((root, full), (target, part)):
+            local_of(held).copy_(local_of(as_shard(held, value)))
+    return target
+
+
+def _is_random(func: Any, name: str) -> bool:
+    return name in _RANDOM_IN_PLACE or getattr(func, "__module__", "") == "torch.nn.init"

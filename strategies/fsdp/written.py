@@ -1,0 +1,120 @@
+"""Changes that the user's code makes to gathered parameters: each rank takes over those of its shards.
+
+A gathered parameter is a copy, which is freed after its use. Changes in place are known from the version of the copy,
+and those through ``data`` from the use of that attribute.
+
+Private names of torch's FSDP are used: ``_to_sharded`` of a group, and the records of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...framework.core.errors import ConfigurationError
+from ...framework.core.torch_versions import fsdp_groups
+from .boxes import local_of
+
+
+class _Gathered(nn.Parameter):
+    """A gathered parameter that notes the use of ``data``, whose changes have no version."""
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """Return the values, which the caller may change."""
+        self.note_use()
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise ConfigurationError(
+                f"p.data = a tensor of shape {list(value.shape)}, and the parameter has the shape {list(self.shape)} "
+                "and is sharded: change shapes in configure_model, before the strategy shards the model."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+def carry_writes(parts: Iterable[FSDPModule], root: FSDPModule, compiled: bool) -> None:
+    """Make all groups take over changes of gathered parameters when they free them.
+
+    Args:
+        parts: the sharded modules, whose gathered parameters exist.
+        root: the one whose parameters stay gathered in the user's own code.
+        compiled: whether parts are compiled, which needs parameters of torch's own class.
+    """
+    for part in parts:
+        for group in fsdp_groups(part):
+            records = [
+                each for each in group.fsdp_params if not hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
+            ]
+            _Group(group, records, notes_data=part is root and not compiled)
+
+
+class _Group:
+    """The gathered parameters of a group."""
+
+    def __init__(self, group: Any, records: list[Any], notes_data: bool) -> None:
+        self._group = group
+        self._records = records
+        self._gathered = [local_of(record._unsharded_param) for record in records]
+        self._versions = [each._version for each in self._gathered]
+        self._uses_data = False
+        if notes_data:
+            for record in records:
+                if type(record._unsharded_param) is nn.Parameter:
+                    # No ordinary way: torch has made the parameter, and modules hold it.
+                    record._unsharded_param.__class__ = _Gathered
+                    record._unsharded_param.note_use = self._note_use
+        group._to_sharded = partial(self._free, group._to_sharded)
+        for record in records:
+            # Not the method: a copy of the parameter would copy its object.
+            record.sharded_param.gather_again = lambda: self._gather_again()
+
+    def _gather_again(self) -> None:
+        """Gather the parameters again, after a change of shards in code that also uses what is gathered. Collective."""
+        if self._group.is_unsharded:
+            self._group._to_sharded()
+            self._group.unshard()
+            self._group.wait_for_unshard()
+
+    def _note_use(self) -> None:
+        self._uses_data = True
+
+    def _free(self, free: Callable[[], None]) -> None:
+        before, self._versions = self._versions, [each._version for each in self._gathered]
+        uses_data, self._uses_data = self._uses_data, False
+        if (before != self._versions or uses_data) and self._group.is_unsharded:
+            with torch.no_grad():
+                for record, old, new in zip(self._records, before, self._versions, strict=True):
+                    if old != new or uses_data:
+                        _carry(record, is_changed=old != new)
+        free()
+
+
+def _carry(record: Any, is_changed: bool) -> None:
+    """Copy this rank's part of a gathered parameter to its shard."""
+    dim, rank = record.fsdp_placement.dim, getattr(record.mesh_info, "shard_mesh_rank", 0)
+    whole, shard = local_of(record._unsharded_param).detach(), local_of(record.sharded_param).detach()
+    start = min(rank * record.padded_sharded_param_size[dim], whole.size(dim))
+    part = whole.narrow(dim, start, shard.size(dim) if shard.numel() else 0).to(shard.device)
+    if part.dtype == shard.dtype:
+        shard.copy_(part)
+    elif is_changed or bool((part != shard.to(part.dtype)).any()):
+        name = f"{record._module_info.param_name} of a {type(record._module_info.module).__name__}"
+        narrow, wide = (str(each.dtype).removeprefix("torch.") for each in (part, shard))
+        raise ConfigurationError(
+            f"{name} was changed in place within a step, where mixed precision has it in {narrow}, too narrow for "
+            f"weights: change it in a hook such as on_train_batch_end, where it is {wide}."
+        )

@@ -1,0 +1,342 @@
+"""Code of users that reads and changes sharded parameters, gradients and hooks, compared with one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from messages import says
+from models import silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import Fabric, TrainModule
+from phalanx.framework.core.errors import ConfigurationError, DesyncError
+
+X = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.lin(x))
+
+
+class Program(TrainModule):
+    """Two sharded blocks with parameters around them; ``actions`` are functions by the name of the hook they run in."""
+
+    def __init__(self, **actions: Callable[[Any], Any]) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+            self.blocks = nn.ModuleList([Block(), Block()])
+            self.teacher = copy.deepcopy(nn.ModuleList([self.first, *self.blocks])).requires_grad_(False)
+        self.actions = actions
+        self.kept = list(self.blocks.parameters())
+        self.seen: list[Any] = []
+        self.act("init")
+
+    def act(self, name: str) -> Any:
+        return self.actions[name](self) if name in self.actions else None
+
+    def on_fit_start(self) -> None:
+        self.act("fit_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        before = self.act("step")
+        x = batch[0]
+        target = x
+        for part in (self.first, *self.blocks):
+            x = part(x)
+        with torch.no_grad():
+            for part in self.teacher:
+                target = part(target)
+        extra = self.actions["extra"](self, x) if "extra" in self.actions else 0.0
+        loss: Tensor = (self.head(x).square().mean() + (x - target - 1).square().mean()) + extra
+        return loss if before is None else loss + before
+
+    def on_after_backward(self) -> None:
+        self.act("after_backward")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.act("batch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self.act("epoch_end")
+
+    def configure_optimizers(self) -> Any:
+        trained = [each for each in self.parameters() if each.requires_grad]
+        return torch.optim.SGD(trained, lr=0.2, momentum=0.5)
+
+
+@torch.no_grad()
+def average(module: Program) -> None:
+    for new, old in zip(
+        nn.ModuleList([module.first, *module.blocks]).parameters(), module.teacher.parameters(), strict=True
+    ):
+        old.mul_(0.5).add_(new, alpha=0.5)
+
+
+def average_data(module: Program) -> None:
+    for new, old in zip(
+        nn.ModuleList([module.first, *module.blocks]).parameters(), module.teacher.parameters(), strict=True
+    ):
+        old.data = 0.5 * old.data + 0.5 * new.data
+
+
+def by_attribute(module: Program) -> None:
+    module.head.weight.data.mul_(0.9)
+    module.head.bias.data = module.head.bias.data + 0.1
+    with torch.no_grad():
+        module.first.bias.fill_(0.3)
+        module.kept[0].mul_(0.95)
+
+
+def reads(module: Program) -> None:
+    weights = [module.head.weight, module.blocks[0].lin.weight, module.blocks[1].lin.bias]
+    for number, each in enumerate(weights):
+        found = each.detach()
+        module.seen += [found.norm().item(), float(found.abs().mean()), found.sum().tolist(), float(found.numel())]
+        module.seen += [float(found.cpu().max()), float(found.square().sum().sqrt()), float((found > 0).sum())]
+        module.seen.append(float(torch.linalg.matrix_norm(found, "nuc")) if found.dim() == 2 else 0.0)
+        module.log(f"norm_{number}", each.norm(), on_step=False, on_epoch=True)
+    module.seen.append(float(nn.utils.parameters_to_vector(module.blocks.parameters()).detach().cpu()[3]))
+
+
+def penalty(module: Program) -> Tensor:
+    return 0.1 * sum(each.abs().sum() for each in module.parameters()) + 0.05 * module.blocks[0].lin.weight.norm()
+
+
+def elsewhere(module: Program, x: Tensor) -> Tensor:
+    """Use weights outside of the forward passes of their modules, of a block and of the rest."""
+    tied = functional.linear(functional.linear(x, module.blocks[0].lin.weight), module.head.weight, module.head.bias)
+    return tied.square().mean() + (x @ module.blocks[1].lin.weight.t()).mean()
+
+
+def limit(parameter: Any) -> None:
+    parameter.grad.clamp_(-0.05, 0.05)
+
+
+def hooked(module: Program) -> None:
+    mask = (torch.arange(4) > 1).float()[:, None]
+    module.blocks[0].lin.weight.register_hook(lambda gradient: gradient * mask)
+    module.first.weight.register_hook(lambda gradient: gradient / (gradient.norm() + 0.1))
+    module.head.weight.register_post_accumulate_grad_hook(limit)
+    module.head.bias.register_hook(lambda gradient: gradient * 1e6).remove()
+
+
+def gradients(module: Program) -> None:
+    module.blocks[0].lin.weight.grad.mul_(0.5)
+    module.blocks[1].lin.weight.grad[0].zero_()
+    module.head.weight.grad += 0.01 * module.head.weight.detach()
+    module.head.bias.grad = torch.ones(3)
+    module.first.bias.grad = None
+    module.blocks[0].lin.bias.grad.add_(torch.arange(4.0))
+    torch.nn.utils.clip_grad_norm_([module.first.weight, module.blocks[1].lin.bias], 0.01)
+    torch.nn.utils.clip_grad_value_(module.blocks[1].parameters(), 0.02)
+
+
+def writes(module: Program) -> None:
+    module.head.weight.clamp_(-0.1, 0.1)
+    module.blocks[0].lin.weight.copy_(torch.eye(4) * 0.3)
+    module.blocks[1].lin.weight[3].fill_(0.7)
+    module.blocks[1].lin.weight.view(-1)[2] = 5.0
+    module.blocks[1].lin.weight.data[:, 1] = 0.25
+    module.first.weight[module.first.weight > 0.2] = 0.2
+    nn.init.constant_(module.first.bias, 0.4)
+    nn.init.orthogonal_(module.blocks[0].lin.weight, 0.5)
+    module.blocks[1].load_state_dict({"lin.bias": torch.ones(4)}, strict=False)
+
+
+PROGRAMS: dict[str, dict[str, Callable[..., Any]]] = {
+    "average": {"step": average},
+    "average_data": {"step": average_data},
+    "average_between": {"batch_end": average, "epoch_end": average_data},
+    "attribute": {"step": by_attribute},
+    "reads": {"step": reads, "after_backward": reads, "batch_end": reads, "epoch_end": reads},
+    "penalty": {"step": penalty},
+    "penalty_after": {"extra": lambda module, x: penalty(module)},
+    "kept": {"step": lambda module: sum(each.square().sum() for each in module.kept)},
+    "elsewhere": {"extra": elsewhere},
+    "hooks_in_init": {"init": hooked},
+    "hooks_later": {"fit_start": hooked},
+    "hooks_and_penalty": {"init": hooked, "step": lambda module: 0.1 * module.blocks[1].lin.weight.square().sum()},
+    "gradients": {"after_backward": gradients},
+    "writes": {"batch_end": writes},
+}
+
+
+def trained(strategy: str, ranks: int, window: int = 1) -> dict[str, Any]:
+    results = {}
+    for name, actions in PROGRAMS.items():
+        torch.manual_seed(3)
+        module = Program(**actions)
+        trainer = silent_trainer(strategy=strategy, devices=ranks, max_epochs=1, accumulate_grad_batches=window)
+        trainer.fit(module, DataLoader(TensorDataset(X), 12 // ranks // window))
+        logged = [value for key, value in sorted(trainer.callback_metrics.items()) if key.startswith("norm")]
+        weights = [each.detach() for each in module.parameters()] if not module.first.weight.is_meta else []
+        results[name] = weights, torch.tensor([*module.seen, *logged])
+    return results
+
+
+def compare(strategy: str, ranks: int, window: int = 1) -> None:
+    expected = trained("single", 1, window)
+    for rank, found in enumerate(run_on_ranks(ranks, trained, strategy, ranks, window)):
+        for name in PROGRAMS:
+            weights, seen = found[name]
+            if rank == 0:
+                torch.testing.assert_close(
+                    weights, expected[name][0], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+                )
+            torch.testing.assert_close(seen, expected[name][1], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "window"), [("fsdp", 2, 1), ("fsdp", 3, 2), ("hsdp", 2, 1)])
+def test_code_of_users_means_on_shards_what_it_means_in_one_process(strategy: str, ranks: int, window: int) -> None:
+    compare(strategy, ranks, window)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.lin = nn.LayerNorm(4), nn.Linear(4, 4).to(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.lin(self.norm(x).double()).float())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.shift.float()
+
+
+def trained_in_fabric(strategy: str, ranks: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
+    model = nn.Sequential(TwoDtypes(), TwoDtypes(), nn.Linear(4, 1))
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = fabric.global_rank
+    for part in X.view(4, 12, 4):
+        share = part.view(ranks, -1, 4)[rank]
+        optimizer.zero_grad()
+        fabric.backward(model(share).square().mean())
+        optimizer.step()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        outputs = [twin(X), *(each.double() for each in copy.deepcopy(model[0])(X).unbind())]
+        model[0].lin.weight.zero_()
+        outputs.append(twin(X))  # a copy is not changed with the model
+        nn.init.normal_(model[2].weight)
+        nn.init.uniform_(model[1].lin.weight)
+        outputs += [model[2].weight.norm().cpu(), model[1].lin.weight.std().cpu()]
+    return outputs
+
+
+def test_two_dtypes_copies_and_random_values() -> None:
+    expected = trained_in_fabric("single", 1)
+    for found in run_on_ranks(2, trained_in_fabric, "fsdp", 2):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Skipping(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.first(batch[0])
+        for number, part in enumerate(self.blocks):
+            x = x if number == self.global_rank else part(x)
+        return self.head(x).square().mean()
+
+
+class Slope(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.blocks[0](x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+class Twice(Program):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = [self.first(batch[0]), self.first(batch[0] + 1)]
+        one, other = (checkpoint(self.blocks[0], each, use_reentrant=True) for each in outputs)
+        return (one - other + 1).square().mean()
+
+
+def narrow(module: Program) -> None:
+    with torch.no_grad():
+        module.head.weight.mul_(0.999)
+
+
+def reshaped(module: Program) -> None:
+    module.head.weight.data = torch.zeros(5, 4)
+
+
+def refusals() -> list[str]:
+    def said(function: Callable[[], Any]) -> str:
+        with pytest.raises((ConfigurationError, DesyncError)) as caught:
+            function()
+        return str(caught.value)
+
+    def fit(module: Program, **options: Any) -> None:
+        silent_trainer(strategy="fsdp", devices=2, max_epochs=1, **options).fit(module, DataLoader(TensorDataset(X), 6))
+
+    def set_up(*parts: nn.Module) -> None:
+        model = nn.Sequential(*parts)
+        Fabric(accelerator="cpu", devices=2, strategy="fsdp").setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    return [
+        said(lambda: fit(Skipping())),
+        said(lambda: fit(Slope())),
+        said(lambda: fit(Twice())),
+        said(lambda: fit(Program(step=narrow), precision="bf16-mixed")),
+        said(lambda: fit(Program(step=reshaped))),
+        said(lambda: set_up(layer)),
+        said(lambda: set_up(Scaled())),
+        said(lambda: set_up(nn.Embedding(4, 2, max_norm=1.0))),
+    ]
+
+
+def test_what_sharded_weights_cannot_do_is_refused() -> None:
+    first, second = run_on_ranks(2, refusals)
+    assert first == second
+    names = [
+        "different layers",
+        "create_graph",
+        "use_reentrant",
+        "bfloat16",
+        "[5, 4]",
+        "complex",
+        "float64",
+        "max_norm",
+    ]
+    for message, name in zip(first, names, strict=True):
+        says(message, name)
+
+
+def carried(strategy: str, ranks: int) -> list[Tensor]:
+    """Train twice; the hooks are those of the module, not of one fit."""
+    module = Program(init=hooked)
+    for _ in range(2):
+        trainer = silent_trainer(strategy=strategy, devices=ranks, max_epochs=1)
+        trainer.fit(module, DataLoader(TensorDataset(X), 12 // ranks))
+    return [] if module.first.weight.is_meta else [each.detach() for each in module.parameters()]
+
+
+def test_hooks_on_parameters_stay_for_the_next_fit() -> None:
+    expected = carried("single", 1)
+    torch.testing.assert_close(run_on_ranks(2, carried, "fsdp", 2)[0], expected, rtol=1e-4, atol=1e-5)
