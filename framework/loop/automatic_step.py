@@ -124,8 +124,9 @@ class AutomaticStep(TrainingStep):
                 fetched, weight = next(coming)
             # After the fetch: a rank that waits for its data is behind the others.
             self.phase[0] = position
-            # Reduced only in the last backward pass: a reduction per micro-batch costs more for the same sum.
-            self.strategy.sync_gradients(position == final)
+            # Reduced only in the last backward pass, since each reduction costs time, unless hooks see the gradients of
+            # each: those of one rank are not the ones that one process would have.
+            self.strategy.sync_gradients(position == final or bool(self.after_backward))
             if position > 0 or not starts_early:
                 batch = self._start(fetched, index + position * stride)
             output, loss = self._forward(batch, index + position * stride)

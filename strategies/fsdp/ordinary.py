@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from weakref import finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -112,13 +112,15 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
         return first.add_gradient_hook(*args[1:], **kwargs)
     if name == "__set__":
         return _set(func, *args)
+    if name == "__deepcopy__":
+        return _copied(first, *args[1:])
     if name in _NUMBERS:
         return _on_full(func, args, kwargs)
     if name in _RANDOM:
         return Ordinary._worlds[first.device_mesh].broadcast(_on_full(func, args, kwargs))
     mixed = any(not isinstance(each, DTensor) for each in given)
     is_init = getattr(func, "__module__", "") == "torch.nn.init"
-    if name in _IN_PLACE or is_init or (name.endswith("_") and not name.endswith("__")):
+    if in_place := name in _IN_PLACE or is_init or (name.endswith("_") and not name.endswith("__")):
         target = args[0] if args else kwargs.get("tensor", first)
         if mixed or is_init or name in _ALWAYS_FULL or hasattr(target, "view_of"):
             return _changed(_in_place(func, name, target, args, kwargs))
@@ -130,16 +132,30 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
     except (RuntimeError, NotImplementedError):
         if name == "backward":
             raise
-        if name.endswith("_"):
+        if in_place:
             return _changed(_in_place(func, name, args[0] if args else first, args, kwargs))
         return _on_full(func, args, kwargs)
-    if name.endswith("_"):
+    if in_place:
         _changed(first)
     if name in _VIEWS:
         for number, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
             # DTensor may have gathered a copy.
             each.view_of = first, _nth(func, number, result), args, kwargs
     return result
+
+
+def _copied(tensor: DTensor, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of a tensor that is sharded in the same way, with its gradient."""
+    if id(tensor) not in memo:
+        if not tensor.is_leaf:
+            raise RuntimeError("only tensors that are not results of an operation with gradients can be deep-copied")
+        twin: Any = like(tensor, local_of(tensor).clone())
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=False)
+        memo[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            twin.grad = like(tensor.grad, local_of(tensor.grad).clone())
+    return memo[id(tensor)]
 
 
 def _changed(tensor: Any) -> Any:
