@@ -32,8 +32,15 @@ class GradientHooks:
     def __bool__(self) -> bool:
         return bool(self._tables)
 
-    def wait_with(self, wait: Callable[[], None]) -> None:
-        """Call ``wait`` before a gradient is added to one that torch's FSDP may still write."""
+    def wait_with(self, communication: Any) -> None:
+        """Wait for the reductions of this context of torch's FSDP before a gradient is added to one of theirs."""
+        streams = communication.reduce_scatter_stream, communication.all_reduce_stream
+
+        def wait() -> None:
+            current = communication.device_handle.current_stream()
+            for stream in streams:
+                current.wait_stream(stream)
+
         self._wait = wait
 
     def carry(self, given: nn.Parameter, parameter: nn.Parameter) -> None:
@@ -45,12 +52,12 @@ class GradientHooks:
         hooks: Any = given._backward_hooks
         if hooks:
             self._use(parameter, hooks)
-        if given._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if given._post_accumulate_grad_hooks:
             table = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if table is None:
-                parameter._post_accumulate_grad_hooks = given._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+                parameter._post_accumulate_grad_hooks = given._post_accumulate_grad_hooks
             else:
-                table.update(given._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+                table.update(given._post_accumulate_grad_hooks)
         parameter.requires_grad_(trained)
         self._parameters.append(parameter)
 
@@ -75,7 +82,7 @@ class GradientHooks:
             # No ordinary way: the attribute may be missing.
             vars(parameter).pop("add_gradient_hook", None)
             if id(parameter) in self._tables:
-                parameter._backward_hooks = self._tables[id(parameter)][1]  # type: ignore[assignment]
+                parameter._backward_hooks = self._tables[id(parameter)][1]
         self._own, self._parameters, self._tables = [], [], {}
 
     @staticmethod
@@ -105,7 +112,8 @@ class GradientHooks:
         """Shard a gradient that comes from a use outside of the module that holds the parameter."""
         self._wait()
         self._from_autograd.add(id(parameter))
-        return self._called(parameter, as_shard(parameter, gradient))  # type: ignore[arg-type]
+        arrived: Tensor = self._called(parameter, as_shard(parameter, gradient))
+        return arrived
 
     @torch.no_grad()
     def _reduced(self, parameter: nn.Parameter) -> None:
@@ -122,7 +130,7 @@ class GradientHooks:
         try:
             for hook in hooks:
                 result = hook(gradient)
-                gradient = gradient if result is None else as_shard(parameter, result)  # type: ignore[arg-type]
+                gradient = gradient if result is None else as_shard(parameter, result)
         finally:
             if paused:
                 Ordinary.pause()

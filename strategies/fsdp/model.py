@@ -82,7 +82,7 @@ class ShardedModel:
         computed = allocate_buffers(module, world, later)
         kept = list(kept_parameters(module))
         sources = take_away(module, self._optimizers)
-        adapter: nn.Module = self.root
+        adapter: Any = self.root
         self._footprint = Footprint(adapter)
         if sharding.tensor_mesh is not None:
             self._split(sources, sharding.tensor_mesh)
@@ -97,6 +97,7 @@ class ShardedModel:
         self.full_updates = [FullUpdates(part, world) for part in full]
         # torch would do this in the first forward pass: done here, its errors appear in set-up.
         self._state._lazy_init()
+        self.hooks.wait_with(self._state._comm_ctx)
         self._footprint.close()
         self._footprint.allow_copies()
         prefetch(self.root, list(self.units), sharding.prefetch)
@@ -106,10 +107,10 @@ class ShardedModel:
         self._unreduced = False
         self._trainable = self._trainables()
         prepare_gathering(self.parts)
-        carry_writes(self.parts, self.root, any(part._compiled_call_impl for part in module.modules()))
+        carry_writes(self.parts, adapter, any(part._compiled_call_impl for part in module.modules()))
         self.checks = PassChecks(self.parts)
-        meshes = {each.device_mesh for each in module.parameters() if isinstance(each, DTensor)}
-        self._ordinary = Ordinary(meshes, world)
+        shards = [each for each in module.parameters() if isinstance(each, DTensor)]
+        self._ordinary = Ordinary({each.device_mesh for each in shards}, world)
         self.outside = OutsideCalls(self.root, sharding.context, self.reshard)
         self.gradients = ModuleGradients(module, self.parts, self._in_forward, self.reshard)
 

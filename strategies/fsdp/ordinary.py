@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 from weakref import finalize
 
@@ -37,7 +38,8 @@ _RANDOM = {"rand_like", "randn_like", "randint_like", "bernoulli", "multinomial"
 _RANDOM_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_"}
 _ALWAYS_FULL = {*_RANDOM_IN_PLACE, "__setitem__"}
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"}
-_SET_DATA, _SET_GRADIENT = Tensor.data.__set__, Tensor.grad.__set__  # type: ignore[attr-defined]
+_DATA: Any = Tensor.data
+_GRADIENT: Any = Tensor.grad
 
 
 class Ordinary:
@@ -60,18 +62,18 @@ class Ordinary:
         """Leaves DTensor as it was, after the last sharded model."""
 
     @staticmethod
-    def resume(*_: Any) -> bool:
+    def resume() -> bool:
         """Let operations mean those on full tensors; return whether they did not."""
         was_off = bool(Ordinary._number) and vars(DTensor)["__torch_function__"] is Ordinary._torch_own
         if was_off:
             # No ordinary way: results of operations are of the class DTensor itself, whatever the parameters are.
-            DTensor.__torch_function__ = classmethod(_call)  # type: ignore[assignment]
+            DTensor.__torch_function__ = classmethod(_call)  # type: ignore[assignment, method-assign]
         return was_off
 
     @staticmethod
     def pause() -> None:
         """Let operations compute on shards, without a Python call for each use of an attribute."""
-        DTensor.__torch_function__ = Ordinary._torch_own
+        DTensor.__torch_function__ = Ordinary._torch_own  # type: ignore[method-assign]
 
     @staticmethod
     @contextmanager
@@ -107,7 +109,7 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         return func(*args, **kwargs)
 
 
-def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], first: DTensor) -> Any:
+def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], first: Any) -> Any:
     if name == "register_hook" and hasattr(first, "add_gradient_hook"):
         return first.add_gradient_hook(*args[1:], **kwargs)
     if name == "__set__":
@@ -134,7 +136,13 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
             raise
         if in_place:
             return _changed(_in_place(func, name, args[0] if args else first, args, kwargs))
-        return _on_full(func, args, kwargs)
+        result = _on_full(func, args, kwargs)
+        if name not in _VIEWS or (torch.is_grad_enabled() and first.requires_grad):
+            return result
+        # What is written to the view is written to the shards.
+        mesh = first.device_mesh
+        same = {"device_mesh": mesh, "placements": [Replicate()] * mesh.ndim, "run_check": False}
+        result = tree_map_only(Tensor, partial(DTensor.from_local, **same), result)
     if in_place:
         _changed(first)
     if name in _VIEWS:
@@ -144,7 +152,7 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
     return result
 
 
-def _copied(tensor: DTensor, memo: dict[int, Any]) -> Any:
+def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of a tensor that is sharded in the same way, with its gradient."""
     if id(tensor) not in memo:
         if not tensor.is_leaf:
@@ -177,10 +185,10 @@ def is_sharded(value: Any) -> bool:
 
 def full_value(tensor: Any) -> Any:
     """Return the full tensor of a sharded one, with a gradient. Collective."""
-    return _Full.apply(tensor) if is_sharded(tensor) else tensor
+    return _Full.apply(tensor) if is_sharded(tensor) else tensor  # type: ignore[no-untyped-call]
 
 
-def as_shard(parameter: DTensor, value: Tensor) -> DTensor:
+def as_shard(parameter: Any, value: Tensor) -> Any:
     """Return a tensor that is divided like a parameter. Collective if it is divided otherwise."""
     if isinstance(value, DTensor):
         return (
@@ -222,7 +230,7 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _set(func: Any, target: Any, value: Any) -> None:
     """Assign ``data`` or ``grad``."""
-    if func == _SET_DATA:
+    if func == _DATA.__set__:
         if value.shape != target.shape:
             raise ConfigurationError(
                 f"p.data = a tensor of shape {list(value.shape)}, and the parameter has the shape {list(target.shape)} "
@@ -232,7 +240,7 @@ def _set(func: Any, target: Any, value: Any) -> None:
             local_of(target).copy_(local_of(as_shard(target, value)))
         _changed(target)
         return
-    if func == _SET_GRADIENT and isinstance(value, Tensor):
+    if func == _GRADIENT.__set__ and isinstance(value, Tensor):
         value = as_shard(target, value)
     with torch._C.DisableTorchFunctionSubclass():
         func(target, value)

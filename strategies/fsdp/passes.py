@@ -36,14 +36,25 @@ class PassChecks:
         """A hash, below 2**20, of the order in which modules have run since it was last set to 0."""
         for number, part in enumerate(parts, 1):
             for group in fsdp_groups(part):
-                group.pre_forward = partial(self._before_forward, number, group.pre_forward)
+                group.pre_forward = partial(self._before_forward, number, group, group.pre_forward)
                 group.pre_backward = partial(_before_backward, group.pre_backward)
 
     def forget(self) -> None:
         """Forget the forward passes so far, whose backward passes have run, or never will."""
         self._calls.clear()
 
-    def _before_forward(self, number: int, pre_forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+    def _before_forward(
+        self, number: int, group: Any, pre_forward: Callable[..., Any], module: Any, args: Any, kwargs: Any
+    ) -> Any:
+        for record in group.fsdp_params:
+            place = record._module_info
+            now = place.module._parameters.get(place.param_name)
+            if now is not record.sharded_param and now is not record._unsharded_param:
+                raise ConfigurationError(
+                    f"{place.param_name} of a {type(place.module).__name__} is another tensor than the strategy has "
+                    "sharded, as under torch.func.functional_call or after an assignment, and the sharded one would "
+                    "take its place: replace parameters in configure_model, and write values into them with copy_."
+                )
         # Other forms of recomputation happen after `pre_backward`, and do not come here.
         if torch._C._current_graph_task_id() == -1:
             self._calls[module] += 1

@@ -210,7 +210,7 @@ class FSDPStrategy(Strategy):
         self.flags = OrderFlags(self.world, sharded.checks) if training and self.world.size > 1 else None
         self.sync_buffers(module)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
-        self._stop_hooks += [each.register_step_post_hook(Ordinary.resume) for each in optimizers]
+        self._stop_hooks += [each.register_step_post_hook(self._end_update) for each in optimizers]
         for each in optimizers if routed is Routed.STEP else ():
             self._stop_hooks.append(each.register_step_post_hook(self._after_update))
         return list(optimizers)
@@ -223,6 +223,9 @@ class FSDPStrategy(Strategy):
         if self._sharded is not None:
             self._sharded.reshard()
         Ordinary.pause()
+
+    def _end_update(self, *_: Any) -> None:
+        Ordinary.resume()
 
     def _after_update(self, *_: Any) -> None:
         """Gather parameters again that the rest of the step may use. Collective."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,15 @@ from .boxes import local_of
 class _Gathered(nn.Parameter):
     """A gathered parameter that notes the use of ``data``, whose changes have no version."""
 
+    note_use: Callable[[], None]
+
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """Return the values, which the caller may change."""
         self.note_use()
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        own: Any = Tensor.data
+        value: Tensor = own.__get__(self)
+        return value
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -72,11 +76,11 @@ class _Group:
         self._versions = [each._version for each in self._gathered]
         self._uses_data = False
         if notes_data:
-            for record in records:
-                if type(record._unsharded_param) is nn.Parameter:
+            for each in (record._unsharded_param for record in records):
+                if type(each) is nn.Parameter:
                     # No ordinary way: torch has made the parameter, and modules hold it.
-                    record._unsharded_param.__class__ = _Gathered
-                    record._unsharded_param.note_use = self._note_use
+                    each.__class__ = _Gathered
+                    cast(_Gathered, each).note_use = self._note_use
         group._to_sharded = partial(self._free, group._to_sharded)
         for record in records:
             # Not the method: a copy of the parameter would copy its object.
