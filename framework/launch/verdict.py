@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..core.errors import Preempted, StalledError
 from ..system.failure_records import INTERRUPTED, Failure
-from ..watchdog.heartbeat import HeartbeatRecord
+from ..watchdog.heartbeat import OUTSIDE, HeartbeatRecord
 from ..watchdog.stall_detector import Stall
 from .attempt import Attempt, RankProcess
 
@@ -97,6 +97,8 @@ def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:
     if (quitter := _first_to_quit(attempt, first.seconds)) is not None:
         text = f"rank {quitter.rank} (pid {quitter.pid}) exited the process group with exit code 0"
         return _blame(attempt, attempt.find(quitter.rank), first.exit_code, text, quitter)
+    if (gone := next((rank for rank in attempt.ranks if _left_within_stage(attempt, rank)), None)) is not None:
+        return _blame(attempt, gone, first.exit_code, f"{gone} ended with exit code 0 within a stage, as by os._exit")
     # SIGINT was sent to ranks instead of the supervisor.
     if all(failure.exit_code == INTERRUPTED for failure in failures):
         return _interrupted(failures)
@@ -143,6 +145,13 @@ def _first_to_quit(attempt: Attempt, before: float) -> Failure | None:
     pending = [attempt.records.pending_error(rank.rank) for rank in attempt.ranks if rank.code == 0]
     quits = [one for one in pending if one is not None and one.kind == "SystemExit" and one.seconds < before]
     return min(quits, key=lambda one: one.seconds, default=None)
+
+
+def _left_within_stage(attempt: Attempt, rank: RankProcess) -> bool:
+    """Return whether ``rank`` ended with exit code 0 while it trained, without any Python code that runs at an exit."""
+    record = attempt.last_heartbeat(rank)
+    in_stage = record is not None and record.number > 0 and record.section != OUTSIDE
+    return in_stage and rank.code == 0 and attempt.records.left_at(rank.rank) is None
 
 
 def _left_at(attempt: Attempt, rank: RankProcess) -> float:
