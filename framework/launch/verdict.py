@@ -88,7 +88,20 @@ def _crash(attempt: Attempt, crashed: list[RankProcess]) -> Verdict:
         # Before the process group is complete there is nothing to save, and the handlers that save are not installed.
         text = f"{rank} was ended by {_signal_name(signum)} as it started; run the same command again"
         return Verdict(Preempted.exit_code, text, failed=True)
-    return _blame(attempt, rank, 128 + signum, f"{rank} was killed by {_signal_name(signum)}")
+    # gloo aborts a rank whose collective is another one than that of its peers.
+    apart = next(filter(_is_in_save, attempt.failures()), None) if signum == signal.SIGABRT else None
+    cause = (
+        f"; rank {apart.rank} was in save_checkpoint, which every rank must call: leave out conditions such as "
+        "is_global_zero, rank 0 alone writes what all ranks hold"
+        if apart is not None and apart.rank != rank.rank
+        else ""
+    )
+    text = f"{rank} was killed by {_signal_name(signum)}"
+    return _blame(attempt, rank, 128 + signum, text, apart if cause else None, cause)
+
+
+def _is_in_save(failure: Failure) -> bool:
+    return ", in save_checkpoint\n" in failure.traceback
 
 
 def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:
@@ -114,14 +127,16 @@ def _interrupted(failures: list[Failure]) -> Verdict:
     return Verdict(INTERRUPTED, messages[0] if messages else "interrupted", failed=True)
 
 
-def _blame(attempt: Attempt, rank: RankProcess, exit_code: int, text: str, failure: Failure | None = None) -> Verdict:
-    """Return the verdict that ``rank`` is at fault, with its position in the training."""
+def _blame(
+    attempt: Attempt, rank: RankProcess, exit_code: int, text: str, failure: Failure | None = None, cause: str = ""
+) -> Verdict:
+    """Return the verdict that ``rank`` is at fault, with its position in the training and what else is known."""
     trace = "" if failure is None else f":\n{(failure.brief or failure.traceback).rstrip()}"
     # Shared memory outlives its writer, so a killed rank has a position too.
     record = attempt.last_heartbeat(rank)
     where = f"{text} {record.where}".rstrip() if record is not None else text
     full = "" if failure is None else failure.traceback
-    return Verdict(exit_code, f"{where}{trace}", failed=True, step=_step(record), rank=rank.rank, traceback=full)
+    return Verdict(exit_code, f"{where}{cause}{trace}", failed=True, step=_step(record), rank=rank.rank, traceback=full)
 
 
 def _first_without_error(attempt: Attempt, recorded: set[int]) -> RankProcess | None:
