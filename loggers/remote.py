@@ -8,10 +8,13 @@ import os
 import secrets
 from abc import abstractmethod
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..framework.core.arguments import check_names
 from ..framework.core.errors import ConfigurationError
 from ..framework.distributed.rank_zero import is_rank_zero
 from ..framework.metrics.file_logger import FileLogger, plain_number
@@ -67,6 +70,18 @@ class RemoteLogger(FileLogger):
         self._outbox: Outbox | None = None
         self._sender: Sender | None = None
         self._next_step = 0
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuse further arguments that the library's ``init`` does not have: it runs later, on another thread.
+
+        Raises:
+            UnknownArgumentError: there are such arguments.
+        """
+        if not options:
+            return
+        of_library = signature(import_module(self.LIBRARY).init).parameters
+        own = [name for name in signature(type(self).__init__).parameters if name not in ("self", "kwargs")]
+        check_names(type(self).__name__, options, dict.fromkeys([*own, *of_library]))
 
     @abstractmethod
     def _new_store(self, identity: Identity) -> Store:

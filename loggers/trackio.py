@@ -55,6 +55,7 @@ class TrackioLogger(RemoteLogger):
         **kwargs: Any,
     ) -> None:
         super().__init__(save_dir, project, version, prefix, log_model)
+        self._check_options(kwargs)
         self._run_name = name
         self._options = {"space_id": space_id, "server_url": server_url, **kwargs}
 

@@ -74,6 +74,7 @@ class WandbLogger(RemoteLogger):
     ) -> None:
         project = project or library_variable("WANDB_PROJECT")
         super().__init__(save_dir, project, version or id, prefix, log_model)
+        self._check_options(kwargs)
         self._options = {
             "name": name,
             "id": version or id,

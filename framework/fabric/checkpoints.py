@@ -56,7 +56,8 @@ class Checkpoints:
 
         Raises:
             ConfigurationError: a value cannot be saved.
-            StorageError: the checkpoint cannot be written; an existing one is left as it was.
+            NonFiniteError: a weight is NaN or infinite.
+            StorageError: the checkpoint cannot be written; in all cases an existing one is left as it was.
         """
         self._save(path, state, filter or {}, None)
 
@@ -67,7 +68,7 @@ class Checkpoints:
         snapshot = snapshot_of(
             contents, self._names(contents), self._own_state(), steps, filter, rank_state, world.is_global_zero
         )
-        save(path, snapshot, world, sharded=not strategy.traits.replicates)
+        save(path, snapshot, world, sharded=not strategy.traits.replicates, finite=f"after {counted(steps, 'update')}")
 
     def load(
         self,

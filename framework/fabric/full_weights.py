@@ -117,6 +117,7 @@ class FullWeights:
 
         Raises:
             ConfigurationError: ``max_shard_size`` is not a size, or ``safe_serialization`` is False.
+            NonFiniteError: a weight is NaN or infinite.
             StorageError: the directory cannot be written.
         """
         if not safe_serialization:
@@ -127,5 +128,5 @@ class FullWeights:
         contents = contents_of({"model": model}, strategy, self._prepared.engines)
         snapshot = snapshot_of(contents, {}, {}, 0, {}, None, world.is_global_zero)
         on_rank_zero(world, partial(directory.mkdir, parents=True, exist_ok=True))
-        save(draft, snapshot, world, sharded=not strategy.traits.replicates)
+        save(draft, snapshot, world, sharded=not strategy.traits.replicates, finite=f"in {type(model).__name__}")
         on_rank_zero(world, lambda: publish_weights(draft, directory, max_shard_size))

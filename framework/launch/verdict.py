@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..core.errors import Preempted, StalledError
 from ..system.failure_records import INTERRUPTED, Failure
-from ..watchdog.heartbeat import HeartbeatRecord
+from ..watchdog.heartbeat import OUTSIDE, HeartbeatRecord
 from ..watchdog.stall_detector import Stall
 from .attempt import Attempt, RankProcess
 
@@ -88,7 +88,20 @@ def _crash(attempt: Attempt, crashed: list[RankProcess]) -> Verdict:
         # Before the process group is complete there is nothing to save, and the handlers that save are not installed.
         text = f"{rank} was ended by {_signal_name(signum)} as it started; run the same command again"
         return Verdict(Preempted.exit_code, text, failed=True)
-    return _blame(attempt, rank, 128 + signum, f"{rank} was killed by {_signal_name(signum)}")
+    # gloo aborts a rank whose collective is another one than that of its peers.
+    apart = next(filter(_is_in_save, attempt.failures()), None) if signum == signal.SIGABRT else None
+    cause = (
+        f"; rank {apart.rank} was in save_checkpoint, which every rank must call: leave out conditions such as "
+        "is_global_zero, rank 0 alone writes what all ranks hold"
+        if apart is not None and apart.rank != rank.rank
+        else ""
+    )
+    text = f"{rank} was killed by {_signal_name(signum)}"
+    return _blame(attempt, rank, 128 + signum, text, apart if cause else None, cause)
+
+
+def _is_in_save(failure: Failure) -> bool:
+    return ", in save_checkpoint\n" in failure.traceback
 
 
 def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:
@@ -97,6 +110,8 @@ def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:
     if (quitter := _first_to_quit(attempt, first.seconds)) is not None:
         text = f"rank {quitter.rank} (pid {quitter.pid}) exited the process group with exit code 0"
         return _blame(attempt, attempt.find(quitter.rank), first.exit_code, text, quitter)
+    if (gone := next((rank for rank in attempt.ranks if _left_within_stage(attempt, rank)), None)) is not None:
+        return _blame(attempt, gone, first.exit_code, f"{gone} ended with exit code 0 within a stage, as by os._exit")
     # SIGINT was sent to ranks instead of the supervisor.
     if all(failure.exit_code == INTERRUPTED for failure in failures):
         return _interrupted(failures)
@@ -112,14 +127,16 @@ def _interrupted(failures: list[Failure]) -> Verdict:
     return Verdict(INTERRUPTED, messages[0] if messages else "interrupted", failed=True)
 
 
-def _blame(attempt: Attempt, rank: RankProcess, exit_code: int, text: str, failure: Failure | None = None) -> Verdict:
-    """Return the verdict that ``rank`` is at fault, with its position in the training."""
+def _blame(
+    attempt: Attempt, rank: RankProcess, exit_code: int, text: str, failure: Failure | None = None, cause: str = ""
+) -> Verdict:
+    """Return the verdict that ``rank`` is at fault, with its position in the training and what else is known."""
     trace = "" if failure is None else f":\n{(failure.brief or failure.traceback).rstrip()}"
     # Shared memory outlives its writer, so a killed rank has a position too.
     record = attempt.last_heartbeat(rank)
     where = f"{text} {record.where}".rstrip() if record is not None else text
     full = "" if failure is None else failure.traceback
-    return Verdict(exit_code, f"{where}{trace}", failed=True, step=_step(record), rank=rank.rank, traceback=full)
+    return Verdict(exit_code, f"{where}{cause}{trace}", failed=True, step=_step(record), rank=rank.rank, traceback=full)
 
 
 def _first_without_error(attempt: Attempt, recorded: set[int]) -> RankProcess | None:
@@ -143,6 +160,13 @@ def _first_to_quit(attempt: Attempt, before: float) -> Failure | None:
     pending = [attempt.records.pending_error(rank.rank) for rank in attempt.ranks if rank.code == 0]
     quits = [one for one in pending if one is not None and one.kind == "SystemExit" and one.seconds < before]
     return min(quits, key=lambda one: one.seconds, default=None)
+
+
+def _left_within_stage(attempt: Attempt, rank: RankProcess) -> bool:
+    """Return whether ``rank`` ended with exit code 0 while it trained, without any Python code that runs at an exit."""
+    record = attempt.last_heartbeat(rank)
+    in_stage = record is not None and record.number > 0 and record.section != OUTSIDE
+    return in_stage and rank.code == 0 and attempt.records.left_at(rank.rank) is None
 
 
 def _left_at(attempt: Attempt, rank: RankProcess) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning_names import methods_that_lack_arguments, public, without_sentenc
 from messages import refuses
 
 from phalanx import loggers
+from phalanx.framework.core.errors import UnknownArgumentError
 
 theirs = pytest.importorskip("lightning.pytorch.loggers")
 
@@ -36,6 +38,19 @@ def test_attributes_of_a_logger(name: str, tmp_path: Path) -> None:
         logger = getattr(package, name)(str(tmp_path), name="run", version=3, prefix="p", **extra)
         values.append([getattr(logger, each) for each in names])
     assert values[0] == values[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"), [("WandbLogger", "projct", "project"), ("TrackioLogger", "embd", "embed")]
+)
+def test_a_misspelled_argument_of_the_library_is_refused(
+    name: str, wrong: str, right: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # W&B makes directories when it is imported.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pytest.importorskip(name.removesuffix("Logger").lower())
+    with refuses(UnknownArgumentError, f"{wrong}=", f"'{right}'"):
+        getattr(loggers, name)(save_dir=tmp_path, **{wrong: "mine"})
 
 
 def test_another_text_between_prefix_and_key(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Callback, Fabric, Trainer, TrainModule, checkpoint
-from phalanx.framework.core.errors import CheckpointError, ConfigurationError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError, NonFiniteError
 
 
 def dataset() -> TensorDataset:
@@ -291,3 +291,21 @@ def test_raw_weights_are_read_from_checkpoints_and_files(tmp_path: Path) -> None
         fabric.load_raw(tmp_path / "pickle.pt")
     with refuses(ConfigurationError, "safe_serialization=False"):
         fabric.save_model(model, tmp_path / "out", safe_serialization=False)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.model.register_buffer("mask", torch.tensor([-torch.inf]))
+    good = tmp_path / "good"
+    loop.fabric.save(good, {"model": loop.model})
+    with torch.no_grad():
+        loop.model[2].weight[0, 0] = torch.nan
+    for save in (
+        lambda: loop.fabric.save(good, {"model": loop.model}),
+        lambda: loop.fabric.save_state(good),
+        lambda: loop.fabric.save_model(loop.model, tmp_path),
+    ):
+        with refuses(NonFiniteError, "2.weight", "not finite"):
+            save()
+    assert torch.isfinite(loop.fabric.load(good)["model"]["2.weight"]).all()
+    assert [each.name for each in tmp_path.iterdir()] == ["good"]

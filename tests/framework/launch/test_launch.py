@@ -107,6 +107,38 @@ def test_the_exit_code_is_that_of_the_rank_at_fault(ending: str, code: int, last
     assert done.returncode == code
 
 
+LEAVES = """
+import os
+import torch
+from phalanx import Trainer, TrainModule
+
+class Leaving(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            os._exit(0)
+        return self.net(batch[:, None]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+options = dict(logger=False, enable_checkpointing=False, enable_report=False)
+trainer = Trainer(accelerator='cpu', devices=2, strategy='ddp', max_epochs=1, **options)
+trainer.fit(Leaving(), torch.utils.data.DataLoader(torch.arange(8.0), 2))
+"""
+
+
+def test_a_rank_that_leaves_a_fit_without_an_error_is_named() -> None:
+    done = run_script(LEAVES)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("rank 1 (pid ")
+    assert "exit code 0" in last
+    assert done.returncode != 0
+
+
 def test_ranks_that_are_preempted_end_by_themselves_with_their_message() -> None:
     # Rank 0 is the last to end: nobody may cut short what it still writes.
     source = MEET + "time.sleep(1.0 * (world.rank == 0)); print('saved'); raise Preempted('saved; run it again')\n"
