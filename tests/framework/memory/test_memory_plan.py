@@ -154,11 +154,17 @@ def held_by_a_rank(name: str, precision: str, window: int) -> tuple[int, int, in
     class Watched(Net):
         most = 0
 
-        def on_after_backward(self) -> None:
+        def watch(self) -> None:
             if self.global_step >= 1:
                 self.most = max(self.most, live_bytes())
 
-        on_before_optimizer_step = lambda self, optimizer: self.on_after_backward()  # noqa: E731
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            # Not on_after_backward, for which gradients of each micro-batch are reduced.
+            self.watch()
+            return super().training_step(batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.watch()
 
     before = live_bytes()
     trainer = silent_trainer(strategy=name, precision=precision, max_steps=2, devices=2, accumulate_grad_batches=window)
