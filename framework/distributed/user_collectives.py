@@ -59,7 +59,9 @@ def call_roll(world: World, name: str, description: Any = None) -> list[Header |
 
     Raises:
         DesyncError: ranks call different collectives.
+        LoopError: no rank can call one here.
     """
+    world.attendance.check(name)
     world.attendance.note_call()
     own: Header | None = (name, world.attendance.counts, description)
     headers = world.all_gather_object(own)
@@ -98,6 +100,7 @@ def values_of_present(world: World, name: str, value: Any) -> dict[int, Any] | N
 
     Outside of the steps of a Trainer every rank has one, and nothing is exchanged.
     """
+    world.attendance.check(name)
     if not world.attendance.varies or is_complete(call_roll(world, name)):
         return None
     return exchange(world, value)

@@ -21,10 +21,15 @@ from ..context.sharing import attention_of
 from .absent import Absent, no_value
 from .blocks import Stages
 from .calls import BlockCalls, PassEnded, StagePass, check_output, sendable
+from .elsewhere import check_hooks
 from .schedules import Place, bubble, build
 from .streams import SharedDraws
 
 _MOST_SCHEDULES = 4
+_NO_COLLECTIVES = (
+    "was called in training_step, which the stages of a pipeline run at different times: call it in "
+    "on_train_batch_end, or use strategy='fsdp' or 'ddp'."
+)
 
 
 class HiddenStates:
@@ -61,7 +66,8 @@ class PipelinePasses(WindowPasses):
 
     def __init__(self) -> None:
         self.ranks = 0
-        self._module: Any = None
+        self.module: Any = None
+        """The module that is set up, or None."""
 
     def use(self, ranks: int) -> None:
         """Use pipelines of this many ranks."""
@@ -78,14 +84,14 @@ class PipelinePasses(WindowPasses):
     ) -> None:
         """Run the passes of this module; ``gather`` gathers sharded parameters before those of a window."""
         self._gather = gather
-        self._module, self._stages, self._calls, self._hidden = module, stages, calls, hidden
+        self.module, self._stages, self._calls, self._hidden = module, stages, calls, hidden
         self._modules = [StageModule(self, stage) for stage in self._place.own]
         self._shapes: dict[Any, Tensor] = {}
         self._schedules: dict[Any, Callable[[], None]] = {}
 
     def release(self) -> None:
         """Forget the module."""
-        self._module = None
+        self.module = None
         self._shapes, self._schedules, self._modules = {}, {}, []
 
     def remark(self, sizes: Sequence[int], what: str) -> str | None:
@@ -108,8 +114,9 @@ class PipelinePasses(WindowPasses):
 
     def run(self, window: Window) -> None:
         """Run all passes of a window. Collective."""
+        check_hooks(self.module, self.parameters())
         # Around the backward passes too, in which activations that are computed again attend again.
-        with self._attention():
+        with self._attention(), self._world.attendance.refusing(_NO_COLLECTIVES):
             self._run(window)
 
     def _run(self, window: Window) -> None:
@@ -124,7 +131,7 @@ class PipelinePasses(WindowPasses):
         except RuntimeError as error:
             # torch wraps the errors of a stage.
             if self._error is None:
-                raise
+                raise _no_derivative(error.__cause__ or error) from error
             raise self._error from error.__cause__.__cause__ if error.__cause__ is not None else None
         finally:
             del self._window, self._draws
@@ -166,7 +173,7 @@ class PipelinePasses(WindowPasses):
             raise PassEnded
 
         nothing = StagePass(self._stages, {0: lambda hidden: hidden}, lambda stage, output: None, begin)
-        with torch.no_grad(), isolated(self._module):
+        with torch.no_grad(), isolated(self.module):
             self._calls.during(nothing, lambda: window.step(position))
         return found[0] if found else None
 
@@ -174,7 +181,7 @@ class PipelinePasses(WindowPasses):
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this rank holds."""
-        return [parameter for parameter in self._module.parameters() if not parameter.is_meta]
+        return [parameter for parameter in self.module.parameters() if not parameter.is_meta]
 
     def run_pass(self, stage: int, number: int, received: Tensor | None) -> Tensor:
         """Run a micro-batch of the group in progress on a stage; return its hidden states, or its loss."""
@@ -182,6 +189,8 @@ class PipelinePasses(WindowPasses):
             return self._pass(stage, self._first + number, received)
         except Exception as error:
             self._error = error
+            if isinstance(error, RuntimeError) and "not have been used in the graph" in str(error):
+                self._error = _no_derivative(error)
             raise
 
     def _pass(self, stage: int, position: int, received: Tensor | None) -> Tensor:
@@ -222,6 +231,16 @@ class PipelinePasses(WindowPasses):
         # Attention brings gradients of other parts' losses back into this part: its backward pass must run.
         start = received if self._sequences is None else current.last
         return cast(Tensor, _NoLoss.apply(start))  # type: ignore[no-untyped-call]
+
+
+def _no_derivative(error: BaseException) -> LoopError:
+    """Return the error for a backward pass that the stages cannot run."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return LoopError(
+        f"a backward pass through the stages of the pipeline failed ({reason}): each stage knows the graph of its own "
+        "blocks only, so that autograd.grad through several of them, create_graph=True, checkpoint(use_reentrant=True) "
+        "and uses of a block's weights outside of it need strategy='ddp' or 'fsdp'."
+    )
 
 
 def _left_out() -> LoopError:
