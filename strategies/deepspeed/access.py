@@ -80,6 +80,8 @@ class LentGradients:
 
 
 _OWNERS: dict[int, LentGradients] = {}
+# The packages that look at parameters for their own sake, while user code runs.
+_OTHERS = ("deepspeed.", "torch._dynamo.", "torch._subclasses.", "torch._functorch.", "torch._inductor.", "torch.fx.")
 _INSIDE = 0
 
 
@@ -135,10 +137,10 @@ def _remove() -> None:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether an attribute is torch's own: of other parameters, and for code of DeepSpeed that user code calls."""
+    """Whether an attribute is torch's own: of other parameters, and for DeepSpeed and torch's compiler."""
     # As the modules' dicts of parameters do, which gather one that is looked up.
     caller = sys._getframe(2).f_globals.get("__name__", "")
-    return id(parameter) not in _OWNERS or caller.startswith("deepspeed.")
+    return id(parameter) not in _OWNERS or caller.startswith(_OTHERS)
 
 
 def _get_grad(parameter: nn.Parameter) -> Any:

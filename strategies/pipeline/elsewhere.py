@@ -66,7 +66,8 @@ def mark_elsewhere(module: nn.Module, owners: Mapping[int, int | None], own: int
 
 def unmark(module: nn.Module) -> None:
     """Undo ``mark_elsewhere``, at the end of a stage; the parameters stay on the meta device."""
-    for parameter in module.parameters():
+    held: list[Any] = list(module.parameters())
+    for parameter in held:
         if type(parameter) is Elsewhere:
             parameter.__class__ = nn.Parameter
 
