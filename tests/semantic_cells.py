@@ -99,6 +99,8 @@ class Failed:
 
     is_refusal: bool
     what: str
+    is_consequence: bool = False
+    """Whether it only says that another rank has left."""
 
 
 def given_strategy(layout: Layout, folder: str) -> tuple[Any, str | None]:
@@ -148,7 +150,8 @@ def failed(error: Exception) -> Failed:
         return Failed(True, sentence)
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return Failed(False, f"{'no way out: ' if refuses else ''}{' '.join(sentence.split())[:300]} ({where})")
+    what = f"{'no way out: ' if refuses else ''}{' '.join(sentence.split())[:300]} ({where})"
+    return Failed(False, what, is_consequence=isinstance(error, RankError))
 
 
 @cache
@@ -176,9 +179,10 @@ def tried(cell: Cell, seconds: float = SECONDS) -> Verdict:
 
 
 def of_failures(failures: Sequence[Failed]) -> Verdict:
-    """Judge ranks that ended by exceptions: each must be a refusal."""
-    other = next((each for each in failures if not each.is_refusal), None)
-    return Verdict(REFUSED, failures[0].what) if other is None else Verdict(WRONG, other.what)
+    """Judge ranks that ended by exceptions: each must be a refusal, or say that a rank has left after its refusal."""
+    refused = [each for each in failures if each.is_refusal]
+    other = next((each for each in failures if not (each.is_refusal or (refused and each.is_consequence))), None)
+    return Verdict(REFUSED, refused[0].what) if other is None else Verdict(WRONG, other.what)
 
 
 def stopped(cell: Cell, ended: Sequence[Outcome | Failed], message: str) -> Verdict:

@@ -66,10 +66,9 @@ def mark_elsewhere(module: nn.Module, owners: Mapping[int, int | None], own: int
 
 def unmark(module: nn.Module) -> None:
     """Undo ``mark_elsewhere``, at the end of a stage; the parameters stay on the meta device."""
-    held: list[Any] = list(module.parameters())
-    for parameter in held:
+    for parameter in module.parameters():
         if type(parameter) is Elsewhere:
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def check_hooks(module: nn.Module, parameters: Iterable[Tensor]) -> None:

@@ -140,6 +140,27 @@ class Hooked(LanguageModel):
         pass
 
 
+class NormsOfAll(LanguageModel):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms = [each.grad.norm() for each in self.parameters() if each.grad is not None]
+
+
+class Decayed(LanguageModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch[0]) + 0.1 * sum(each.square().sum() for each in self.blocks.parameters())
+
+
+class HookedParameter(LanguageModel):
+    def on_fit_start(self) -> None:
+        self.embed.weight.register_hook(lambda gradient: gradient * 2)
+
+
+class Gathering(LanguageModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.all_gather(batch[0])
+        return self.loss(batch[0])
+
+
 def message_of(name: str) -> str:
     module = globals()[name](*([4] if name == "Auxiliary" else []))
     data = loader() if name == "OfPairs" else None
@@ -159,6 +180,10 @@ def message_of(name: str) -> str:
         ("Backwards", "in the order of their calls from configure_pipeline"),
         ("OfPairs", "a block returned tuple"),
         ("Hooked", "use on_before_optimizer_step"),
+        ("NormsOfAll", "another stage of the pipeline holds"),
+        ("Decayed", "another stage of the pipeline holds"),
+        ("HookedParameter", "change gradients in on_before_optimizer_step"),
+        ("Gathering", "all_gather was called in training_step"),
     ],
 )
 def test_a_step_that_a_pipeline_cannot_divide_is_refused(name: str, words: str) -> None:

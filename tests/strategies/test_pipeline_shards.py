@@ -64,7 +64,8 @@ class Held(Callback):
         self.full: dict[str, Tensor] = {}
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.gradients = sum(_size(each.grad) for each in module.parameters() if each.grad is not None)
+        own = [each for each in module.parameters() if not each.is_meta]
+        self.gradients = sum(_size(each.grad) for each in own if each.grad is not None)
         if not self.full:
             gradients = trainer.strategy.gradients
             self.full = {name: gradients.full(each).clone() for name, each in module.named_parameters()}
