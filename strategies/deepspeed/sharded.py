@@ -122,11 +122,12 @@ class Gathering:
                 hold(parameter)
 
     def gather(self, parameter: Any) -> bool:
-        """Gather a parameter; return whether it was not here. Collective."""
+        """Gather a parameter; return whether no module is using it, so that nothing keeps it here. Collective."""
         coming = self._offload.module.ds_inflight_param_registry
         if parameter in coming:
             # DeepSpeed is gathering it ahead of its module, perhaps together with others.
             coming.pop(parameter).wait()
+            return True
         if parameter.ds_status.name == _WHOLE:
             return False
         parameter.all_gather()

@@ -356,7 +356,9 @@ class Penalized(TrainModule):
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.norms.append(float(nn.utils.parameters_to_vector(self.parameters()).norm()))
+        # Reading them all ends what DeepSpeed has begun to gather for the next step.
+        if self.kind != "unread":
+            self.norms.append(float(nn.utils.parameters_to_vector(self.parameters()).norm()))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -364,7 +366,7 @@ class Penalized(TrainModule):
 
 def penalized(strategy: Any, ranks: int) -> list[Any]:
     found = []
-    for kind in ("parameters", "kept", "slope"):
+    for kind in ("parameters", "kept", "slope", "unread"):
         module = Penalized(kind)
         silent_trainer(strategy=strategy, devices=ranks, max_epochs=1).fit(module, data(ranks))
         found.append(({name: one.detach().clone() for name, one in module.named_parameters()}, module.norms))
