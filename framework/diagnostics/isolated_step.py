@@ -1,4 +1,4 @@
-"""Steps without side effects: logs, metrics, random generators, buffers and plain attributes are unchanged."""
+"""Steps without side effects: logs, metrics, random generators and buffers are unchanged."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ _MISSING = object()
 
 
 @contextmanager
-def isolated(module: nn.Module, keep_buffers: bool = True) -> Generator[None, None, None]:
-    """Run steps without changing logs, metrics, random generators, and numbers and containers that the module keeps.
+def isolated(
+    module: nn.Module, keep_buffers: bool = True, keep_attributes: bool = False
+) -> Generator[None, None, None]:
+    """Run steps without changing logs, metrics and random generators.
 
     With ``keep_buffers`` buffers keep their values too, except those of layers that compute them over all ranks.
+    With ``keep_attributes`` so do numbers, texts and containers in attributes of the module itself, in which a step may
+    count.
     """
     log = module.log_to(None) if isinstance(module, TrainModule) else None
     random = capture()
-    attributes = _plain_attributes(module)
+    attributes = _plain_attributes(module) if keep_attributes else {}
     buffers = _own_buffers(module) if keep_buffers else []
     for part, name, buffer in buffers:
         part._buffers[name] = buffer.clone()

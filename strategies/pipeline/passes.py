@@ -54,7 +54,7 @@ class HiddenStates:
         """
         key = tuple(hidden.shape), hidden.dtype, torch.is_autocast_enabled(hidden.device.type)
         if key not in self._known:
-            with torch.no_grad(), isolated(self._module):
+            with torch.no_grad(), isolated(self._module, keep_attributes=True):
                 output = self._plain(*args, **kwargs)
             check_output(output, hidden)
             self._known[key] = output.dtype
@@ -173,7 +173,7 @@ class PipelinePasses(WindowPasses):
             raise PassEnded
 
         nothing = StagePass(self._stages, {0: lambda hidden: hidden}, lambda stage, output: None, begin)
-        with torch.no_grad(), isolated(self.module):
+        with torch.no_grad(), isolated(self.module, keep_attributes=True):
             self._calls.during(nothing, lambda: window.step(position))
         return found[0] if found else None
 
