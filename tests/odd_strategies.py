@@ -46,7 +46,7 @@ class Waiting(DDPStrategy):
 
 
 class Failing(DDPStrategy):
-    """Fails on rank 1 with an error of torch, while the other rank goes on."""
+    """Fails on rank 1 with an error of torch, while rank 0 continues."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         if self.world.rank == 1:

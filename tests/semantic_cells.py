@@ -1,4 +1,4 @@
-"""The cells of the table of semantics: what becomes of an action at a moment, under a strategy on some ranks.
+"""The cells of the table of semantics: the result of an action at a moment, under a strategy and a number of ranks.
 
 *Right* is the result of plain torch on the global batches. *Refused* is an exception of phalanx's own whose sentence
 says what to use instead. Anything else is *wrong*: other numbers, another exception, ranks that wait for one another, a
@@ -87,7 +87,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a cell: one of three words, and what happened."""
+    """The result of a cell: right, refused or wrong, with the message or the difference."""
 
     word: str
     what: str = ""

@@ -24,7 +24,7 @@ ROWS = GLOBAL_BATCH * STEPS
 _CALLBACK, _FABRIC = "callback.", "fabric."
 
 Edit = Callable[[Any, Any, str], Any]
-"""What is done to a module and its Trainer at a moment. What it returns is compared, a number or several of them."""
+"""A function of a module and its Trainer. It may return a number or a list of numbers, which are compared."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Action:
 
 @dataclass
 class Outcome:
-    """What a rank has at the end: its values of the action, its metrics, and all weights where it has them."""
+    """The result on one rank: values that the action returned, metrics, and the weights if it holds all of them."""
 
     seen: list[float]
     metrics: dict[str, float]

@@ -40,7 +40,7 @@ RANKS: dict[str, tuple[int, ...]] = {
 }
 """On how many ranks each strategy is tried."""
 EVERY_MOMENT = ("single@1", "ddp@2", "fsdp@2", "zero2@2", "zero3@2", "pipeline@2")
-"""Where all moments are tried. Elsewhere each action is done at one of its moments, which differ between layouts."""
+"""The layouts that try every moment. Other layouts try one moment of each action, not all the same one."""
 # DeepSpeed keeps memory of every engine that a process has had.
 _CELLS_OF_A_PROCESS = 150
 # Where moments of an action have different verdicts, those are named that are fewer.
@@ -140,7 +140,7 @@ def table(verdicts: Mapping[Cell, Verdict]) -> str:
 
 
 def _shown(verdicts: Mapping[Cell, Verdict], action: str, strategy: str) -> str:
-    """Return ``=`` where all moments are right, else what becomes of how many."""
+    """Return ``=`` if all moments are right, else the number of moments with each result."""
     words = [each.word for cell, each in verdicts.items() if cell.action == action and cell.layout.strategy == strategy]
     kinds = [word for word in _SIGNS if word in words]
     if len(kinds) <= 1:

@@ -51,10 +51,9 @@ def isolated(
 
 def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return the attributes of the module itself that a step may count in or add to, and copies of containers."""
-    own = _OF_MODULE
     found = {}
     for name, value in vars(module).items():
-        if name in own:
+        if name in _OF_MODULE:
             continue
         if value is None or isinstance(value, bool | int | float | complex | str):
             found[name] = value, value

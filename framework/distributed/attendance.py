@@ -37,15 +37,3 @@ class Attendance:
         """
         if self._refusal:
             raise LoopError(f"{name} {self._refusal}")
-
-    def let_vary(self, varies: bool) -> None:
-        """Expect that ranks have different numbers of batches from now on, or not."""
-        self.varies = varies
-
-    def set_counts(self, counts: bool) -> None:
-        """Let the values of this rank count, or not."""
-        self.counts = counts
-
-    def note_call(self, was_called: bool = True) -> None:
-        """Record that the user's code has called a collective, or reset this."""
-        self.was_called = was_called

@@ -34,11 +34,11 @@ def answer(world: World) -> None:
 def without_values(world: World) -> Generator[None, None, None]:
     """Run a filler batch: values of this rank do not count in collectives that it calls."""
     before = world.attendance.counts
-    world.attendance.set_counts(False)
+    world.attendance.counts = False
     try:
         yield
     finally:
-        world.attendance.set_counts(before)
+        world.attendance.counts = before
 
 
 @contextmanager
@@ -46,12 +46,11 @@ def varying(world: World) -> Generator[None, None, None]:
     """Expect that ranks have different numbers of batches; calls in here are not those of training steps."""
     attendance = world.attendance
     varies, was_called = attendance.varies, attendance.was_called
-    attendance.let_vary(world.size > 1)
+    attendance.varies = world.size > 1
     try:
         yield
     finally:
-        attendance.let_vary(varies)
-        attendance.note_call(was_called)
+        attendance.varies, attendance.was_called = varies, was_called
 
 
 def call_roll(world: World, name: str, description: Any = None) -> list[Header | None]:
@@ -62,7 +61,7 @@ def call_roll(world: World, name: str, description: Any = None) -> list[Header |
         LoopError: no rank can call one here.
     """
     world.attendance.check(name)
-    world.attendance.note_call()
+    world.attendance.was_called = True
     own: Header | None = (name, world.attendance.counts, description)
     headers = world.all_gather_object(own)
     names = {rank: header[0] for rank, header in enumerate(headers) if header is not _AWAY}

@@ -88,20 +88,17 @@ def _crash(attempt: Attempt, crashed: list[RankProcess]) -> Verdict:
         # Before the process group is complete there is nothing to save, and the handlers that save are not installed.
         text = f"{rank} was ended by {_signal_name(signum)} as it started; run the same command again"
         return Verdict(Preempted.exit_code, text, failed=True)
-    # gloo aborts a rank whose collective is another one than that of its peers.
-    apart = next(filter(_is_in_save, attempt.failures()), None) if signum == signal.SIGABRT else None
-    cause = (
-        f"; rank {apart.rank} was in save_checkpoint, which every rank must call: leave out conditions such as "
-        "is_global_zero, rank 0 alone writes what all ranks hold"
-        if apart is not None and apart.rank != rank.rank
-        else ""
-    )
     text = f"{rank} was killed by {_signal_name(signum)}"
-    return _blame(attempt, rank, 128 + signum, text, apart if cause else None, cause)
-
-
-def _is_in_save(failure: Failure) -> bool:
-    return ", in save_checkpoint\n" in failure.traceback
+    # gloo aborts a rank whose collective is another one than that of its peers.
+    others = attempt.failures() if signum == signal.SIGABRT else []
+    alone = next((one for one in others if one.rank != rank.rank and ", in save_checkpoint\n" in one.traceback), None)
+    if alone is None:
+        return _blame(attempt, rank, 128 + signum, text)
+    cause = (
+        f"; rank {alone.rank} was in save_checkpoint, which every rank must call: leave out conditions such as "
+        "is_global_zero, rank 0 alone writes what all ranks hold"
+    )
+    return _blame(attempt, rank, 128 + signum, text, alone, cause)
 
 
 def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:

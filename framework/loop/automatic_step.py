@@ -68,6 +68,7 @@ class AutomaticStep(TrainingStep):
         self._use_filler(lockstep_filler(run, transfer, windows))
         self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
         self.forward = self.routed()
+        self.reduces_each = bool(self.after_backward)
         self.backward = backward_of(module, self.strategy)  # an attribute, which the collective trace replaces
         self.scaler, self.has_loss = run.scaler, False
         weigh = weighing(module, self.strategy.part)
@@ -126,7 +127,7 @@ class AutomaticStep(TrainingStep):
             self.phase[0] = position
             # Reduced only in the last backward pass, since each reduction costs time, unless hooks see the gradients of
             # each: those of one rank are not the ones that one process would have.
-            self.strategy.sync_gradients(position == final or bool(self.after_backward))
+            self.strategy.sync_gradients(position == final or self.reduces_each)
             if position > 0 or not starts_early:
                 batch = self._start(fetched, index + position * stride)
             output, loss = self._forward(batch, index + position * stride)
@@ -278,7 +279,7 @@ class AutomaticStep(TrainingStep):
     def _use_filler(self, filler: LockstepFiller | None) -> None:
         self.filler = filler
         self.totals = ReducedTotals(self.run, filler) if self.is_distributed else LocalTotals()
-        self.attendance.let_vary(filler is not None)
+        self.attendance.varies = filler is not None
 
     def meet_calls(self) -> None:
         """Run fillers on ranks without data from now on: the user's step calls collectives, as it did on all ranks."""

@@ -99,7 +99,7 @@ class RecoveringStep(AutomaticStep):
 
     def meet_calls(self) -> None:
         """Use no fillers, whose passes would contain collectives."""
-        self.attendance.note_call(False)
+        self.attendance.was_called = False
 
     def __call__(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
         """Run a window until no rank runs out of memory. Collective. See ``AutomaticStep``.

@@ -35,7 +35,7 @@ class TrainingStep:
         self.set_position = run.heartbeat.set_position
         self.is_distributed = run.world.size > 1
         self.attendance = run.world.attendance
-        run.at_end.callback(self.attendance.let_vary, False)
+        run.at_end.callback(setattr, self.attendance, "varies", False)
         self.transfer = transfer
         self.batch_start = run.hooks("on_train_batch_start")
         self.batch_end = run.hooks("on_train_batch_end")
@@ -148,7 +148,7 @@ class TrainingStep:
 
     def meet_calls(self) -> None:
         """Prepare for collectives that the user's code has called in this step."""
-        self.attendance.note_call(False)
+        self.attendance.was_called = False
 
     def _note_flops(self) -> None:
         self.meter.note_flops()

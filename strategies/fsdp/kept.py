@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,17 @@ from torch import nn
 _MOST_KEPT = 100_000
 
 
-def kept_parameters(module: nn.Module) -> Iterator[tuple[Any, Any, str]]:
+@contextmanager
+def keeping(module: nn.Module) -> Generator[None, None, None]:
+    """Context in which parameters of a module are replaced: lists and dicts then hold the new ones, by name."""
+    kept = list(_kept_parameters(module))
+    yield
+    parameters = dict(module.named_parameters())
+    for held, key, name in kept:
+        held[key] = parameters[name]
+
+
+def _kept_parameters(module: nn.Module) -> Iterator[tuple[Any, Any, str]]:
     """Yield the lists and dicts in attributes of modules that hold parameters: the container, the key, the name."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     own = set(vars(nn.Module()))

@@ -37,7 +37,7 @@ from .full_updates import FullUpdates
 from .gathering import prepare_gathering
 from .hooks import GradientHooks
 from .initial import Origins, Source, allocate_buffers, check_buffers, put_shard, take_away
-from .kept import kept_parameters
+from .kept import keeping
 from .module_gradients import ModuleGradients
 from .ordinary import Ordinary, full_value
 from .outside import OutsideCalls
@@ -80,19 +80,16 @@ class ShardedModel:
         later = supplied_names(module, supplied)
         origins = Origins(module, deferred, world, later)
         computed = allocate_buffers(module, world, later)
-        kept = list(kept_parameters(module))
-        sources = take_away(module, self._optimizers)
         adapter: Any = self.root
         self._footprint = Footprint(adapter)
-        if sharding.tensor_mesh is not None:
-            self._split(sources, sharding.tensor_mesh)
-        undos = [] if meshes is None else divide(self._experts, meshes)
-        self._shard(sources)
         self.hooks = GradientHooks()
-        self._fill(sources, origins)
-        parameters = dict(module.named_parameters())
-        for held, key, name in kept:
-            held[key] = parameters[name]
+        with keeping(module):
+            sources = take_away(module, self._optimizers)
+            if sharding.tensor_mesh is not None:
+                self._split(sources, sharding.tensor_mesh)
+            undos = [] if meshes is None else divide(self._experts, meshes)
+            self._shard(sources)
+            self._fill(sources, origins)
         check_buffers(computed)
         self.full_updates = [FullUpdates(part, world) for part in full]
         # torch would do this in the first forward pass: done here, its errors appear in set-up.

@@ -105,8 +105,7 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         first = next((each for each in given if is_sharded(each)), None)
         if first is not None:
             return _computed(func, name, args, kwargs, given, first)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+    return _of_torch(func, args, kwargs)
 
 
 def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], first: Any) -> Any:
@@ -122,20 +121,38 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
         return Ordinary._worlds[first.device_mesh].broadcast(_on_full(func, args, kwargs))
     mixed = any(not isinstance(each, DTensor) for each in given)
     is_init = getattr(func, "__module__", "") == "torch.nn.init"
-    if in_place := name in _IN_PLACE or is_init or (name.endswith("_") and not name.endswith("__")):
+    if name in _IN_PLACE or is_init or (name.endswith("_") and not name.endswith("__")):
         target = args[0] if args else kwargs.get("tensor", first)
-        if mixed or is_init or name in _ALWAYS_FULL or hasattr(target, "view_of"):
-            return _changed(_in_place(func, name, target, args, kwargs))
-    elif mixed:
-        return _on_full(func, args, kwargs)
+        needs_full = mixed or is_init or name in _ALWAYS_FULL or hasattr(target, "view_of")
+        return _written(func, name, args, kwargs, target, needs_full)
+    return _on_full(func, args, kwargs) if mixed else _read(func, name, args, kwargs, first)
+
+
+def _of_torch(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, name: str, args: Any, kwargs: Any, target: Any, needs_full: bool) -> Any:
+    """Run an operation in place on shards, or on the full tensor where DTensor cannot."""
+    if not needs_full:
+        try:
+            result = _of_torch(func, args, kwargs)
+        except (RuntimeError, NotImplementedError):
+            pass
+        else:
+            _changed(target)
+            return result
+    return _changed(_in_place(func, name, target, args, kwargs))
+
+
+def _read(func: Any, name: str, args: Any, kwargs: Any, first: Any) -> Any:
+    """Run an operation on shards, or on the full tensor where DTensor cannot; remember of what a view is one."""
     try:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+        result = _of_torch(func, args, kwargs)
     except (RuntimeError, NotImplementedError):
         if name == "backward":
             raise
-        if in_place:
-            return _changed(_in_place(func, name, args[0] if args else first, args, kwargs))
         result = _on_full(func, args, kwargs)
         if name not in _VIEWS or (torch.is_grad_enabled() and first.requires_grad):
             return result
@@ -143,8 +160,6 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
         mesh = first.device_mesh
         same = {"device_mesh": mesh, "placements": [Replicate()] * mesh.ndim, "run_check": False}
         result = tree_map_only(Tensor, partial(DTensor.from_local, **same), result)
-    if in_place:
-        _changed(first)
     if name in _VIEWS:
         for number, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
             # DTensor may have gathered a copy.
@@ -186,6 +201,19 @@ def is_sharded(value: Any) -> bool:
 def full_value(tensor: Any) -> Any:
     """Return the full tensor of a sharded one, with a gradient. Collective."""
     return _Full.apply(tensor) if is_sharded(tensor) else tensor  # type: ignore[no-untyped-call]
+
+
+def check_shape(parameter: Tensor, value: Tensor) -> None:
+    """Refuse ``parameter.data = value`` with another shape.
+
+    Raises:
+        ConfigurationError: the shapes differ.
+    """
+    if value.shape != parameter.shape:
+        raise ConfigurationError(
+            f"p.data = a tensor of shape {list(value.shape)}, and the parameter has the shape {list(parameter.shape)} "
+            "and is sharded: change shapes in configure_model, before the strategy shards the model."
+        )
 
 
 def as_shard(parameter: Any, value: Tensor) -> Any:
@@ -231,19 +259,14 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
 def _set(func: Any, target: Any, value: Any) -> None:
     """Assign ``data`` or ``grad``."""
     if func == _DATA.__set__:
-        if value.shape != target.shape:
-            raise ConfigurationError(
-                f"p.data = a tensor of shape {list(value.shape)}, and the parameter has the shape {list(target.shape)} "
-                "and is sharded: change shapes in configure_model, before the strategy shards the model."
-            )
+        check_shape(target, value)
         with torch.no_grad():
             local_of(target).copy_(local_of(as_shard(target, value)))
         _changed(target)
         return
     if func == _GRADIENT.__set__ and isinstance(value, Tensor):
         value = as_shard(target, value)
-    with torch._C.DisableTorchFunctionSubclass():
-        func(target, value)
+    _of_torch(func, (target, value), {})
 
 
 def _in_place(func: Any, name: str, target: Any, args: Any, kwargs: Any) -> Any:

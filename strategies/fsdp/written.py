@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.torch_versions import fsdp_groups
 from .boxes import local_of
+from .ordinary import check_shape
 
 
 class _Gathered(nn.Parameter):
@@ -36,11 +37,7 @@ class _Gathered(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape:
-            raise ConfigurationError(
-                f"p.data = a tensor of shape {list(value.shape)}, and the parameter has the shape {list(self.shape)} "
-                "and is sharded: change shapes in configure_model, before the strategy shards the model."
-            )
+        check_shape(self, value)
         with torch.no_grad():
             self.copy_(value)
 

@@ -68,17 +68,18 @@ def unmark(module: nn.Module) -> None:
     """Undo ``mark_elsewhere``, at the end of a stage; the parameters stay on the meta device."""
     for parameter in module.parameters():
         if type(parameter) is Elsewhere:
+            # No ordinary way: the user's object, which modules hold, gets its own class back.
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def check_hooks(module: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Refuse hooks on gradients, which a pipeline would call for each micro-batch, and on one stage.
+def check_hooks(parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
+    """Refuse hooks on the gradients of parameters and modules: a pipeline would call them for each micro-batch.
 
     Raises:
         ConfigurationError: there are such hooks.
     """
     hooked = any(each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters)
-    parts = [part for part in module.modules() if part._backward_hooks or part._backward_pre_hooks]
+    parts = [part for part in modules if part._backward_hooks or part._backward_pre_hooks]
     if hooked or parts:
         what = f"{type(parts[0]).__name__} has a backward hook" if parts else "a parameter has a hook on its gradient"
         raise ConfigurationError(

@@ -85,6 +85,8 @@ class PipelinePasses(WindowPasses):
         """Run the passes of this module; ``gather`` gathers sharded parameters before those of a window."""
         self._gather = gather
         self.module, self._stages, self._calls, self._hidden = module, stages, calls, hidden
+        # Listed once: a window of a large model would take milliseconds to find them.
+        self._may_have_hooks = self.parameters(), list(module.modules())
         self._modules = [StageModule(self, stage) for stage in self._place.own]
         self._shapes: dict[Any, Tensor] = {}
         self._schedules: dict[Any, Callable[[], None]] = {}
@@ -93,6 +95,7 @@ class PipelinePasses(WindowPasses):
         """Forget the module."""
         self.module = None
         self._shapes, self._schedules, self._modules = {}, {}, []
+        self._may_have_hooks = [], []
 
     def remark(self, sizes: Sequence[int], what: str) -> str | None:
         """Return a sentence on windows with fewer micro-batches than a pipeline has ranks, some of which wait."""
@@ -114,7 +117,7 @@ class PipelinePasses(WindowPasses):
 
     def run(self, window: Window) -> None:
         """Run all passes of a window. Collective."""
-        check_hooks(self.module, self.parameters())
+        check_hooks(*self._may_have_hooks)
         # Around the backward passes too, in which activations that are computed again attend again.
         with self._attention(), self._world.attendance.refusing(_NO_COLLECTIVES):
             self._run(window)

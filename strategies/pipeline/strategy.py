@@ -38,7 +38,7 @@ from ...framework.parallel.sync_batch_norm import is_collective
 from ..context import ContextParallel
 from ..context.sharing import sharing_sequences
 from ..fsdp.initial import Origins, move_buffers
-from ..fsdp.kept import kept_parameters
+from ..fsdp.kept import keeping
 from ..fsdp.tensor import check_plan
 from ..limits import check_independent
 from .blocks import Stages, divide
@@ -210,17 +210,14 @@ class PipelineStrategy(Strategy):
                     "pipeline do not hold: use torch.optim.AdamW, or strategy='fsdp'."
                 )
         self._check_layers(module)
-        check_hooks(module, module.parameters())
-        kept = list(kept_parameters(module))
+        check_hooks(module.parameters(), module.modules())
         stages, place, mesh = self._divide(module), self._place, self._mesh
         held = {number for number in range(len(stages.blocks)) if stages.stage_of(number) in place.own}
         origins = Origins(module, self._deferred, self.world, supplied_names(module, self._supplied))
-        self._shards = shards = fill_stages(module, optimizers, stages, place, mesh, origins)
+        with keeping(module):
+            self._shards = shards = fill_stages(module, optimizers, stages, place, mesh, origins)
         owners = stages.owners(module, place)
         mark_elsewhere(module, owners, place.rank)
-        parameters = dict(module.named_parameters())
-        for held_by, key, name in kept:
-            held_by[key] = parameters[name]
         self._calls = calls = BlockCalls(stages, held)
         hidden = HiddenStates(module, calls, min(held))
         self.gradients = StagedGradients(self.world, mesh, owners, shards)

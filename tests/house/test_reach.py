@@ -1,6 +1,6 @@
 """Limits on the contract of a strategy and on reach, read from the source.
 
-Each rule is a function over source text, tested below on a planted breach, and gives what breaches it by module.
+Each rule is a function over source text, tested below on a planted breach, and returns the breaches by module.
 """
 
 from __future__ import annotations

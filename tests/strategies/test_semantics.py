@@ -1,4 +1,4 @@
-"""What programs do means the same under every strategy: a sample. The whole table is ``make semantics``."""
+"""A sample of the table of semantics; ``make semantics`` runs all of it."""
 
 from __future__ import annotations
 

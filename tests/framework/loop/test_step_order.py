@@ -1,4 +1,4 @@
-"""What happens between two steps: stops, validations, schedulers that read a metric, and notes on what a fit lacks."""
+"""The order of stops, validations, schedulers with a metric, and notes about missing metrics between two steps."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from phalanx.framework.trainer import auto_strategy as planning
 
 FP32, BF16 = resolve_precision("32-true"), resolve_precision("bf16-mixed")
 GB = 10**9
-# Under ZeRO parameter.grad is gathered for whoever reads it.
+# Under ZeRO, reading parameter.grad gathers the gradient.
 OWN_GRAD: Any = Tensor.grad
 
 
