@@ -15,7 +15,7 @@ from ..checkpoint.write_plan import Shard, Snapshot
 from ..core.errors import ConfigurationError, unknown
 from ..distributed.world import World
 from ..parallel.full_tensors import whole_tensors
-from ..parallel.parameter_names import canonical_names, names_of
+from ..parallel.parameter_names import buffer_names, names_of
 from ..parallel.strategy import Strategy
 from ..state.class_hyperparameters import class_names
 from ..state.module_state import encode_known, extra_state, model_state
@@ -180,14 +180,9 @@ def snapshot_of(
         },
         rank_document=None if rank_state is None else encode_inline(rank_state),
         buffers={
-            contents.prefix(key) + name for key, module in contents.modules.items() for name in _buffer_names(module)
+            contents.prefix(key) + name for key, module in contents.modules.items() for name in buffer_names(module)
         },
     )
-
-
-def _buffer_names(module: nn.Module) -> list[str]:
-    canonical = canonical_names(module)
-    return [canonical(name) for name, _ in module.named_buffers(remove_duplicate=False)]
 
 
 def _whole_tensor(value: Any) -> Any:

@@ -114,11 +114,7 @@ def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]
     # One entry per loader: the dataset indices of this rank's newest batch, or None if they are unknown.
     run.batch_indices[:] = [None for _ in plan.sources]
     refusal = NoLog("predict", "return it from predict_step, or hand it to self.logger")
-    with (
-        run.heartbeat.section("evaluation"),
-        evaluating(run, plan),
-        logging_to(run, refusal),
-    ):
+    with run.heartbeat.section("evaluation"), evaluating(run, plan), logging_to(run, refusal):
         _start(run, plan)
         for index, source in enumerate(plan.sources):
             source.record_indices()

@@ -76,13 +76,17 @@ class JointStep(AutomaticStep):
         batches, weights = with_weights(batches, self.batch_weight, samples)
         coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), None)
         fetched, _ = next(coming)
-        # The part of each micro-batch's weight that is in this rank's part of its sequences.
-        first = FILLER if (late := bool(self.triggers.raised)) else self._start(fetched, index)
+        starts_early = self.starts_early and not self.triggers.raised
+        first = self._start(fetched, index) if starts_early else FILLER
         if self.totals.open(fetched, weights, size) == 0:
             return False
-        first, shares = self._start(fetched, index) if late else first, [self.strategy.part.share]
+        if not starts_early:
+            first = self._start(fetched, index)
+        # The part of each micro-batch's weight that is in this rank's part of its sequences.
+        shares = [self.strategy.part.share]
         self.run.begin_window()
-        self.has_loss, self.outputs, started = False, {}, [first] if count else []
+        self.has_loss, self.outputs = False, {}
+        started = [first] if count else []
         for position in range(1, count):
             started.append(self._start(next(coming)[0], index + position * stride))
             shares.append(self.strategy.part.share)

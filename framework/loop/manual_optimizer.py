@@ -40,7 +40,9 @@ class ManualOptimizer:
         self._applied = applied
         self._reduced_before = run.traits.reduces_in_backward
         self._closes = closes_windows(run.traits)
-        self.reduced = self._is_checked = False
+        self.reduced = False
+        """Whether the gradients are those of all ranks. A backward pass changes it."""
+        self._is_checked = False
         self._hooks = run.hooks("on_before_optimizer_step")
 
     def __getattr__(self, name: str) -> Any:
@@ -106,10 +108,6 @@ class ManualOptimizer:
             f"{type(self.optimizer).__name__}.step() was called, but none of its parameters has a gradient, so the "
             "weights stay as they are: call self.manual_backward(loss) before it, and zero_grad() not in between."
         )
-
-    def mark_reduced(self, reduced: bool) -> None:
-        """Record whether the gradients are those of all ranks, after a backward pass has changed them."""
-        self.reduced = reduced
 
     def reduce(self) -> None:
         """Average the gradients over ranks before they are used, unless the backward pass has done so. Collective."""

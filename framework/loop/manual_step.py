@@ -67,7 +67,7 @@ class ManualStep(TrainingStep):
     def _mark(self, reduced: bool) -> None:
         # Any optimizer may hold parameters of the loss.
         for optimizer in self.manual_optimizers:
-            optimizer.mark_reduced(reduced)
+            optimizer.reduced = reduced
 
     def _any_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.stepped:

@@ -23,6 +23,12 @@ _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
+def buffer_names(module: nn.Module) -> set[str]:
+    """Return the canonical names of the buffers of a module; a buffer that is registered twice has two."""
+    canonical = canonical_names(module)
+    return {canonical(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
 def canonical_names(module: nn.Module) -> Callable[[str], str]:
     """Return a function that makes a name in ``module`` canonical, by removing the attributes of wrappers."""
     parallel = {_unwrapped(path) for path, part in module.named_modules() if isinstance(part, _PARALLEL)}

@@ -19,7 +19,7 @@ from ..checkpoint.manifest import JSON
 from ..checkpoint.write_plan import Shard, Snapshot
 from ..core.progress import Progress
 from ..data.accumulation_window import Windows
-from ..parallel.parameter_names import canonical_names, names_of
+from ..parallel.parameter_names import buffer_names, names_of
 from ..run.run import Run
 from ..state.class_hyperparameters import class_names
 from ..state.module_state import encode_known, extra_state, model_state
@@ -70,8 +70,7 @@ class RunState:
         self._frozen: dict[str, Any] | None = None
         self._user_hooks = run.hooks("on_save_checkpoint")
         self._logger_states = partial(run.loggers.state_dicts, None)
-        canonical = canonical_names(run.module)
-        self._buffers = {canonical(name) for name, _ in run.module.named_buffers(remove_duplicate=False)}
+        self._buffers = buffer_names(run.module)
 
     def add_training(
         self,
