@@ -50,6 +50,8 @@ _IMPERATIVES = re.compile(
     r"|initialize|assign|save|join)\b",
     re.IGNORECASE,
 )
+# In gloo's error on a rank that waits for one that has ended. A launcher shows the error of that one.
+_OTHER_HAS_LEFT = "by peer"
 # Not refusals: a rank waits or has failed, or the numbers are not finite.
 _NO_REFUSALS = (StalledError, RankError, NonFiniteError, Preempted)
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
@@ -151,7 +153,7 @@ def failed(error: Exception) -> Failed:
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     what = f"{'no way out: ' if refuses else ''}{' '.join(sentence.split())[:300]} ({where})"
-    return Failed(False, what, is_consequence=isinstance(error, RankError))
+    return Failed(False, what, is_consequence=isinstance(error, RankError) or _OTHER_HAS_LEFT in str(error))
 
 
 @cache

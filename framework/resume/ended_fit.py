@@ -47,7 +47,8 @@ class EndedFit:
             )
             return
         try:
-            self._state = state = RunState(run)
+            # A module's own hooks may fail on one rank alone, and what follows needs all ranks.
+            self._state = state = on_all_ranks(run.world, lambda: RunState(run))
             state.add_training(run, place_of(windows), run.seed, run.loggers.mark())
             self._rank_document = capture_rank(run, windows)
         except PhalanxError as error:

@@ -18,6 +18,7 @@ from ..loop import evaluate, predict
 from ..metrics.hparams_text import hyperparameters_to_log
 from ..metrics.no_log import OUTSIDE_LOOPS
 from ..parallel.compilation import uncompiled
+from ..parallel.elsewhere import guard_absent, unguard
 from ..parallel.strategy_checks import remark_on_windows
 from ..report import add_to_report, finish_report
 from ..state import encode_known
@@ -64,6 +65,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
     install_rank_hooks(place)
     own_records().clear_pending_error(place.rank)
     session.begin(stage, request)
+    unguard(request.module)
     with watched(session.heartbeat, place, session.settings.stall_limits):
         try:
             yield
@@ -72,6 +74,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
             if session.run is not None:
                 strategy = session.fabric.strategy
                 strategy.restore(session.run.module)
+                guard_absent(session.run.module)
             _teardown(session, stage)
         except BaseException as error:
             session.heartbeat.enter("teardown")

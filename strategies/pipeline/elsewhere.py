@@ -1,75 +1,43 @@
-"""Parameters of the stages of other ranks: their shapes without values, and an error for code that needs more.
-
-They are on the meta device. What a user's code computes from one, or reads as its gradient, would be missing on this
-rank and present on another, which then go on with different numbers.
-"""
+"""Parameters of the stages of other ranks, and hooks that a pipeline would call otherwise than plain PyTorch does."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ...framework.core.errors import ConfigurationError
-
-_OWN = __name__.partition(".strategies.")[0]
-_METADATA = {"size", "numel", "dim", "stride", "is_floating_point", "is_complex", "element_size", "requires_grad_"}
-_METADATA |= {"__len__", "__hash__", "__repr__", "__format__", "nelement", "ndimension", "type", "is_contiguous"}
-_GRADIENT: Any = Tensor.grad
-_DATA: Any = Tensor.data
-_VALUES = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__get__, _DATA.__set__
+from ...framework.parallel.elsewhere import Elsewhere, is_called_by_user
 
 
-class Elsewhere(nn.Parameter):
+class OfOtherStage(Elsewhere, nn.Parameter):
     """A parameter that another rank of the pipeline holds."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse what a user's code computes from the parameter; its shape and the like are known."""
-        name = getattr(func, "__name__", "")
-        needs_values = func in _VALUES if name in ("__get__", "__set__") else name not in _METADATA
-        if needs_values and _is_called_by_user():
-            raise ConfigurationError(
-                "this code uses the values or the gradient of a parameter that another stage of the pipeline holds, "
-                "and ranks have no others than those of their own stage: use strategy='fsdp' or 'ddp', or leave out "
-                "parameters with is_meta and expect results for the stage of each rank."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    sentence = (
+        "this code uses the values or the gradient of a parameter that another stage of the pipeline holds, "
+        "and ranks have no others than those of their own stage: use strategy='fsdp' or 'ddp', or leave out "
+        "parameters with is_meta and expect results for the stage of each rank."
+    )
 
 
-def _is_called_by_user() -> bool:
-    """Whether the next caller that belongs neither to torch nor to the standard library is not phalanx itself."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith("torch.optim."):
-            # Steps and zero_grad, which leave out what has no gradient.
-            return False
-        top = module.partition(".")[0]
-        if top != "torch" and top not in sys.stdlib_module_names:
-            return not module.startswith(f"{_OWN}.")
-        frame = frame.f_back
-    return False
+def _refuse_loading(*_: Any) -> None:
+    if is_called_by_user():
+        raise OfOtherStage.error()
 
 
-def mark_elsewhere(module: nn.Module, owners: Mapping[int, int | None], own: int) -> None:
-    """Guard the parameters of a module that only another rank holds."""
+def mark_elsewhere(module: nn.Module, owners: Mapping[int, int | None], own: int) -> list[RemovableHandle]:
+    """Guard the parameters of a module that only another rank holds; return the hooks of ``load_state_dict``.
+
+    It would put the error of a parameter into the text of a ``RuntimeError`` of its own.
+    """
     for parameter in module.parameters():
         if owners[id(parameter)] not in (None, own) and type(parameter) is nn.Parameter:
             # No ordinary way: an optimizer and the modules hold the parameter.
-            parameter.__class__ = Elsewhere
-
-
-def unmark(module: nn.Module) -> None:
-    """Undo ``mark_elsewhere``, at the end of a stage; the parameters stay on the meta device."""
-    for parameter in module.parameters():
-        if type(parameter) is Elsewhere:
-            # No ordinary way: the user's object, which modules hold, gets its own class back.
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            parameter.__class__ = OfOtherStage
+    absent = [part for part in module.modules() if any(type(p) is OfOtherStage for p in part._parameters.values())]
+    return [part.register_load_state_dict_pre_hook(_refuse_loading) for part in absent]
 
 
 def check_hooks(parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:

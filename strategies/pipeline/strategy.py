@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ...framework.api.overriding import is_overridden
 from ...framework.api.train_module import TrainModule
@@ -31,6 +32,7 @@ from ...framework.core.quantized_state import quantizes
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState
 from ...framework.parallel.deferred import Deferred
+from ...framework.parallel.elsewhere import unguard
 from ...framework.parallel.gradient_operations import GradientOperations
 from ...framework.parallel.meta_device import supplied_names
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
@@ -43,7 +45,7 @@ from ..fsdp.tensor import check_plan
 from ..limits import check_independent
 from .blocks import Stages, divide
 from .calls import BlockCalls
-from .elsewhere import check_hooks, mark_elsewhere, unmark
+from .elsewhere import OfOtherStage, check_hooks, mark_elsewhere
 from .evaluation import Evaluation
 from .gradients import StagedGradients
 from .initial import fill_stages
@@ -107,6 +109,7 @@ class PipelineStrategy(Strategy):
         self._shards: StageShards | None = None
         self._calls: BlockCalls | None = None
         self._evaluation: Evaluation | None = None
+        self._guards: list[RemovableHandle] = []
 
     # ---- before the process group exists --------------------------------------------------------------------------
 
@@ -217,7 +220,7 @@ class PipelineStrategy(Strategy):
         with keeping(module):
             self._shards = shards = fill_stages(module, optimizers, stages, place, mesh, origins)
         owners = stages.owners(module, place)
-        mark_elsewhere(module, owners, place.rank)
+        self._guards = mark_elsewhere(module, owners, place.rank)
         self._calls = calls = BlockCalls(stages, held)
         hidden = HiddenStates(module, calls, min(held))
         self.gradients = StagedGradients(self.world, mesh, owners, shards)
@@ -281,7 +284,9 @@ class PipelineStrategy(Strategy):
         """Restore ``forward`` of the blocks; the module keeps the weights of this rank's stages."""
         if self._calls is not None:
             self._calls.remove()
-            unmark(self.window_passes.module)
+            unguard(self.window_passes.module, OfOtherStage)
+            for guard in self._guards:
+                guard.remove()
         if self._shards is not None:
             self._shards.take_off()
         self.window_passes.release()
