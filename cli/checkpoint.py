@@ -80,6 +80,8 @@ def verify_checkpoints(given: argparse.Namespace) -> int:
 
 def list_checkpoints(given: argparse.Namespace) -> int:
     """Print the checkpoints of a run or a directory; return the exit code."""
+    if given.path is None:
+        given.path = shown_path(find_run(None, Path()))
     files = _run_of(given.path)
     folders = [Path(given.path)] if files is None else _folders_of(files)
     found = [one for folder in folders for one in library.checkpoints(folder, verify=given.verify)]

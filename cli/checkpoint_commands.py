@@ -58,7 +58,8 @@ def _verify(verbs: Any) -> None:
 
 def _list(verbs: Any) -> None:
     parser = _verb(verbs, "list", list_checkpoints, "list the checkpoints of a run or a directory, the furthest last")
-    parser.add_argument("path", metavar="RUN", help="a run's directory or name, or a directory that holds checkpoints")
+    text = "a run's directory or name, or a directory that holds checkpoints (default: the newest run below here)"
+    parser.add_argument("path", metavar="RUN", nargs="?", help=text)
     parser.add_argument("--verify", action="store_true", help="read every byte; the exit code is 65 if one is damaged")
 
 

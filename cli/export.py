@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from .. import checkpoint as library
+from ..framework.checkpoint.consolidate import validated_average
 from ..framework.core.errors import CheckpointError, ConfigurationError, did_you_mean
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
@@ -30,6 +31,9 @@ def export_model(given: argparse.Namespace) -> int:
         say_json({"schema": 1, "checkpoint": checkpoint, "path": written})
     else:
         say(f"wrote {shown_path(Path(written))} from {shown_path(checkpoint)}")
+        validated = validated_average(library.open_checkpoint(checkpoint)) if given.average is None else None
+        if validated is not None:
+            say(f"note: the run was validated with the average {validated!r}, which --average {validated} writes")
     return 0
 
 

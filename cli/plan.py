@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -23,8 +24,11 @@ from ..framework.memory.memory_plan import MemoryPlan, PlanRow, TrainingData
 from ..framework.parallel.strategy import Strategy
 from .begin_commands import CHECK_FAILED
 from .looks import fitted_table, painted, say_wrapped
-from .output import say, say_json
+from .output import printable, say, say_json
 from .planned_program import PlannedFit, canonical_strategy, of_class, of_script
+
+# Those that few scripts have as well.
+_OPTIONS = ("--ranks", "--ranks-per-node", "--device-memory", "--host-memory", "--rehearse", "--json")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,12 @@ def show_plan(given: argparse.Namespace) -> int:
     """Print the plan of a script or a class; return the exit code: 69 if the run does not fit."""
     for name in ("device_memory", "host_memory"):
         _check_unit(f"--{name.replace('_', '-')}", getattr(given, name))
+    misplaced = [each for each in given.arguments if each.partition("=")[0] in _OPTIONS]
+    if misplaced:
+        text = (
+            f"note: {misplaced[0]} behind {given.target} is an argument of the script; options of plan come before it"
+        )
+        print(f"phalanx: {printable(text)}.", file=sys.stderr)
     chosen = None if given.strategy is None else canonical_strategy(given.strategy)
     fit = of_class(given.target) if ":" in given.target else of_script(given.target, given.arguments)
     are_other = given.ranks is not None or given.ranks_per_node is not None

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 
 from ..framework.configuration.script_overrides import parse_overrides
 from ..framework.configuration.trainer_cli import TrainerCLI
@@ -35,6 +36,9 @@ def run_stage(given: argparse.Namespace) -> int:
     if not any(path.endswith(".py") for path in paths):
         if not arguments:
             given.parser.error("give a configuration file")
+        search_working_directory()
+        # As for a script, the classes of a configuration may be beside it.
+        sys.path.extend(folder for path in paths if (folder := str(Path(path).resolve().parent)) not in sys.path)
         return _run_configuration(given.stage, [*(f"--config={path}" for path in paths), *rest])
     if given.stage != "fit" or len(paths) > 1:
         raise ConfigurationError(
@@ -45,7 +49,6 @@ def run_stage(given: argparse.Namespace) -> int:
 
 def _run_configuration(stage: str, arguments: Sequence[str]) -> int:
     """Create the objects of a configuration, and run a stage with them."""
-    search_working_directory()
 
     class Command(TrainerCLI):
         """A program that has only this stage."""

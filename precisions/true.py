@@ -14,7 +14,7 @@ class Float32True(Precision):
 
 
 class Float64True(Precision):
-    """``"64-true"``: parameters, batches and computation in fp64."""
+    """``"64-true"``: parameters, batches and computation in fp64, and in complex128."""
 
     name = "64-true"
     parameter_dtype = torch.float64

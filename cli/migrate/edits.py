@@ -69,6 +69,17 @@ def outermost(edits: Iterable[Edit]) -> list[Edit]:
     return kept
 
 
+def line_after(source: bytes, edits: Iterable[Edit], line: int) -> int:
+    """Return the line of the edited text at which a line of the source is, or that which has taken its place."""
+    start = sum(map(len, source.splitlines(keepends=True)[: line - 1]))
+    for edit in edits:
+        if edit.end <= start:
+            line += edit.text.count("\n") - source.count(b"\n", edit.start, edit.end)
+        elif edit.start < start:
+            line -= source.count(b"\n", edit.start, start)
+    return line
+
+
 def apply(source: bytes, edits: Iterable[Edit], encoding: str = "utf-8") -> bytes:
     """Return the source with edits that do not overlap."""
     parts, position = [], 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...framework.core.errors import ConfigurationError, StorageError
 from ...framework.system.atomic_files import new_file, write_synced
 from . import migrate_script
-from .edits import Left, Outcome, apply
+from .edits import Left, Outcome, apply, line_after
 from .yaml_configs import migrate_yaml
 
 _SCRIPTS, _CONFIGS = (".py",), (".yaml", ".yml")
@@ -27,6 +27,7 @@ class Migrated:
         after: its bytes with all edits.
         outcome: the edits and the lines that are left.
         error: why the file could not be read or written; empty if it could.
+        is_written: whether the file has the text after by now.
     """
 
     path: Path
@@ -34,6 +35,7 @@ class Migrated:
     after: bytes = b""
     outcome: Outcome = field(default_factory=Outcome)
     error: str = ""
+    is_written: bool = False
 
     @property
     def is_changed(self) -> bool:
@@ -41,7 +43,11 @@ class Migrated:
 
     @property
     def left(self) -> list[Left]:
-        return self.outcome.left
+        """The lines that are left, by their numbers in the file as it is now."""
+        if not self.is_written:
+            return self.outcome.left
+        edits = self.outcome.edits
+        return [replace(each, line=line_after(self.before, edits, each.line)) for each in self.outcome.left]
 
 
 def files_below(given: Iterable[str]) -> list[Path]:
@@ -109,6 +115,7 @@ def write_changed(found: Iterable[Migrated]) -> bool:
         if each.is_changed:
             try:
                 write(each)
+                each.is_written = True
             except StorageError as error:
                 each.error, is_complete = str(error), False
     return is_complete

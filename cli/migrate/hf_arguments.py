@@ -5,7 +5,7 @@ The defaults that change numbers are those of transformers, and are written into
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ _LOGGERS = {"none": "False", "tensorboard": '"tensorboard"', "wandb": '"wandb"',
 _TRAIN_LOADER = {"per_device_train_batch_size": "batch_size", "dataloader_drop_last": "drop_last"}
 _LOADERS = {"dataloader_num_workers": "num_workers", "dataloader_pin_memory": "pin_memory"}
 _OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-_SCHEDULES = ("linear", "constant", "constant_with_warmup")
+_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 # Arguments without effect on the weights, which are left out and listed.
 _LEFT_OUT = frozenset(
@@ -52,6 +52,7 @@ class Translated:
         seed: the seed.
         evaluates: whether the program evaluates while it trains.
         filters_columns: whether rows keep only the columns that the model takes.
+        metrics: the function that computes metrics of all predictions; empty if there is none.
     """
 
     settings: dict[str, str]
@@ -64,14 +65,17 @@ class Translated:
     seed: str
     evaluates: bool
     filters_columns: bool
+    metrics: str = ""
 
 
 class Arguments:
-    """The arguments of one call of ``TrainingArguments``."""
+    """The arguments of one call of ``TrainingArguments``; those in ``used`` are translated by the caller."""
 
-    def __init__(self, source: Source, call: cst.Call, given: Mapping[str, cst.Arg], outcome: Outcome) -> None:
+    def __init__(
+        self, source: Source, call: cst.Call, given: Mapping[str, cst.Arg], outcome: Outcome, used: Collection[str] = ()
+    ) -> None:
         self._source, self._call, self._given, self._outcome = source, call, given, outcome
-        self._read: set[str] = set()
+        self._read: set[str] = {*used}
         self.unclear: list[tuple[cst.CSTNode, str]] = []
 
     def translated(self) -> Translated:
@@ -92,7 +96,7 @@ class Arguments:
             filters_columns=self._plain("remove_unused_columns", True, (True, False)),
         )
         for name, argument in self._given.items():
-            if name in _LEFT_OUT:
+            if name in _LEFT_OUT and name not in self._read:
                 text = f"TrainingArguments({name}=...) was left out: see the table of arguments."
                 self._outcome.leave(self._source.line(argument), text, TRANSFORMERS_PAGE)
             elif name not in self._read:

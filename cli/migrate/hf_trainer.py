@@ -28,6 +28,8 @@ from .source import Source, literal
 
 _TRAINER = ("transformers.Trainer", "transformers.trainer.Trainer")
 _ARGUMENTS = ("transformers.TrainingArguments", "transformers.training_args.TrainingArguments")
+_EARLY_STOPPING = ("transformers.EarlyStoppingCallback", "transformers.trainer_callback.EarlyStoppingCallback")
+_BEST_METRIC = ("metric_for_best_model", "greater_is_better")
 _OTHERS = (
     "transformers.Seq2SeqTrainer",
     "transformers.Seq2SeqTrainingArguments",
@@ -35,6 +37,9 @@ _OTHERS = (
     "transformers.TrainerCallback",
 )
 _KNOWN = {"model", "args", "train_dataset", "eval_dataset", "data_collator", "tokenizer", "processing_class"}
+_KNOWN |= {"compute_metrics", "callbacks"}
+# Values of an evaluation that a Trainer of transformers adds to the metrics.
+_ADDED = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 _NO_COUNTERPART = "has no counterpart that is certain to mean the same"
 
 
@@ -72,15 +77,52 @@ class _Program:
         self._arguments = the_call(source, _ARGUMENTS, "TrainingArguments")
         require_same_block(source, self._arguments.line, self._trainer.line)
         given = self._arguments
-        arguments = Arguments(source, given.call, given.arguments, outcome)
+        stops = "callbacks" in self._trainer.arguments
+        arguments = Arguments(source, given.call, given.arguments, outcome, _BEST_METRIC if stops else ())
         self._translated = arguments.translated()
-        if parts := [*self._refused(outcome), *arguments.unclear]:
+        self._unclear: list[tuple[cst.CSTNode, str]] = []
+        if stops and (callbacks := self._callbacks(self._trainer.arguments["callbacks"])):
+            self._translated.settings["callbacks"] = callbacks
+        if "compute_metrics" in self._trainer.arguments:
+            self._translated.metrics = self._code("compute_metrics")
+            # Metrics of a few batches may not be defined.
+            self._translated.settings["num_sanity_val_steps"] = "0"
+        if parts := [*self._refused(), *self._unclear, *arguments.unclear]:
             raise CannotTranslate(*parts)
         self._class, self._module = free_name(source, "MigratedModule"), free_name(source, "module")
         self._loader, self._eval_loader = free_name(source, "train_loader"), free_name(source, "eval_loader")
         self._collate = free_name(source, "MigratedCollator")
 
-    def _refused(self, outcome: Outcome) -> list[tuple[cst.CSTNode, str]]:
+    def _callbacks(self, argument: cst.Arg) -> str:
+        """Return the callbacks in phalanx; empty if they are others than one that stops early, or not certain."""
+        given = argument.value
+        calls = [each.value for each in given.elements] if isinstance(given, cst.List) else [given]
+        settings = self._arguments.arguments
+        best, greater = (literal(settings[name].value) if name in settings else None for name in _BEST_METRIC)
+        stopping = self._stopping(calls[0]) if len(calls) == 1 else None
+        if stopping is None:
+            self._unclear.append((argument, f"Trainer(callbacks=...) {_NO_COUNTERPART}"))
+        elif not isinstance(best, str) or greater not in (None, True, False):
+            reason = "EarlyStoppingCallback needs metric_for_best_model, as text in TrainingArguments"
+            self._unclear.append((argument, reason))
+        else:
+            grows = not best.endswith("loss") if greater is None else greater
+            metric, mode = best if best.startswith("eval_") else f"eval_{best}", "max" if grows else "min"
+            return f'[phalanx.callbacks.EarlyStopping("{metric}", mode="{mode}", patience={stopping})]'
+        return ""
+
+    def _stopping(self, call: cst.BaseExpression) -> str | None:
+        """Return the patience of an ``EarlyStoppingCallback`` without a threshold; None for anything else."""
+        if not isinstance(call, cst.Call) or not is_called(self._source, call.func, _EARLY_STOPPING):
+            return None
+        names = ("early_stopping_patience", "early_stopping_threshold")
+        given = {each.keyword.value if each.keyword else names[i]: each for i, each in enumerate(call.args[:2])}
+        # The best value is another one there, if a small improvement does not count.
+        if given.keys() - set(names) or (names[1] in given and literal(given[names[1]].value) not in (0, None)):
+            return None
+        return self._source.code(given[names[0]].value) if names[0] in given else "1"
+
+    def _refused(self) -> list[tuple[cst.CSTNode, str]]:
         """Return the parts of the Trainer's call, and the uses of its arguments, that are not translated."""
         given, call = self._trainer.arguments, self._trainer.call
         needed = ("model", "args", "train_dataset")
@@ -88,10 +130,7 @@ class _Program:
             (call, f"the Trainer has no {name!r}") for name in needed if name not in given
         ]
         for name, argument in given.items():
-            if name == "compute_metrics":
-                reason = "compute_metrics was left out: log the metrics in validation_step."
-                outcome.leave(self._source.line(argument), reason, TRANSFORMERS_PAGE)
-            elif name not in _KNOWN:
+            if name not in _KNOWN:
                 parts.append((argument, f"Trainer({name}=...) {_NO_COUNTERPART}"))
         own = given["args"].value if "args" in given else None
         others = [use for use in uses_of(self._source, self._arguments.name) if use is not own]
@@ -111,10 +150,10 @@ class _Program:
         definitions = (start, start), f"{space}{module}"
         outcome.replace(source.span(self._arguments.line.body[0]), f"phalanx.seed_everything({found.seed})", line)
         self._replace(self._trainer.line, self._lines(), outcome)
-        modules = ["inspect"] * found.filters_columns + ["math"] * ("math." in module)
-        collator = [] if "data_collator" in self._trainer.arguments else ["transformers"]
-        modules = [*modules, "phalanx", "torch", *collator]
-        replace_imports(source, outcome, {*_TRAINER, *_ARGUMENTS}, modules, first)
+        modules = [name for name in ("functools", "inspect", "math") if f"{name}." in module]
+        needs_library = "transformers." in module or "data_collator" not in self._trainer.arguments
+        modules = [*modules, "phalanx", "torch", *["transformers"] * needs_library]
+        replace_imports(source, outcome, {*_TRAINER, *_ARGUMENTS, *_EARLY_STOPPING}, modules, first)
         outcome.replace(*definitions, line)
         self._remark(outcome)
 
@@ -125,6 +164,10 @@ class _Program:
     def _remark(self, outcome: Outcome) -> None:
         """Leave what may change the numbers, although it was translated."""
         line = self._source.line(self._arguments.line)
+        for string in self._source.walk(cst.SimpleString):
+            if literal(string) in _ADDED:
+                reason = f"{string.value} is not among the metrics that validate returns: trainer.throughput has rates."
+                outcome.leave(self._source.line(string), reason, TRANSFORMERS_PAGE)
         if "accumulate_grad_batches" in self._translated.settings:
             reason = "the loss is the mean over micro-batches: return the number of tokens from batch_weight if they"
             outcome.leave(line, f"{reason} count.", TRANSFORMERS_PAGE)

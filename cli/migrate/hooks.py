@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 import libcst as cst
 
+from ...callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 from ...compat.accelerate.absent import MEMBERS
 from ...compat.accelerate.accelerator import Accelerator
 from ...framework.api.absent_names import DATA_MODULE, MODULE, TRAINER
@@ -48,6 +49,7 @@ def check_methods(source: Source, frameworks: Collection[Framework], outcome: Ou
             )
     for call in source.walk(cst.Call):
         _check_weights(source, outcome, call, trainers)
+    _check_averages(source, outcome)
     for string in source.walk(cst.SimpleString):
         if "lightning_logs" in string.value:
             reason = "runs are in phalanx_logs, and their checkpoints are directories."
@@ -118,3 +120,19 @@ def _check_weights(source: Source, outcome: Outcome, call: cst.Call, trainers: s
             f"{name} has the weights of the end of the fit: add ckpt_path='best' for the best ones, as in Lightning."
         )
         outcome.leave(source.line(call), reason, LIGHTNING_PAGE)
+
+
+def _check_averages(source: Source, outcome: Outcome) -> None:
+    """Leave the loads of trained weights in a program that averages them, which are the averages in Lightning."""
+    used = {path for node in source.references() for path in source.imported_names(node)}
+    targets = [target.value for target in map(counterpart, used) if isinstance(target, Target)]
+    names = [kind().name for kind in (EMAWeightAveraging, WeightAveraging) if any(each is kind for each in targets)]
+    if not names:
+        return
+    for call in source.walk(cst.Call):
+        is_load = isinstance(call.func, cst.Attribute) and call.func.attr.value == "load_from_checkpoint"
+        if is_load and not any(each.keyword and each.keyword.value == "average" for each in call.args):
+            reason = (
+                f"load_from_checkpoint has the trained weights: add average={names[0]!r} for the averaged ones, as "
+            )
+            outcome.leave(source.line(call), f"{reason}in Lightning.", LIGHTNING_PAGE)

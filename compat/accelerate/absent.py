@@ -57,8 +57,8 @@ FIELDS: dict[str, dict[str, str]] = {
     "DataLoaderConfiguration": {"data_seed": "call set_seed before prepare; it decides the order of loaders too."},
     "ProjectConfiguration": {"save_on_each_node": "leave it out: checkpoints are in a directory that all nodes share."},
     "GradientAccumulationPlugin": {
-        "sync_each_batch": "leave it out: accumulate reduces gradients once for an update. Without accumulate every "
-        "backward pass reduces them."
+        "sync_each_batch": "use FSDPStrategy(accumulate_shards=True), which reduces gradients in every backward pass; "
+        "other strategies reduce them once for an update."
     },
     "FullyShardedDataParallelPlugin": {
         "auto_wrap_policy": "use transformer_cls_names_to_wrap or min_num_params, or FSDPStrategy(units=...).",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -254,7 +254,7 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
         strict: bool | None = None,
         weights_only: bool | None = None,
         *,
-        average: str | None = None,
+        average: str | Literal[False] | None = None,
         **overrides: Any,
     ) -> Self:
         """Rebuild a module from a checkpoint: ``__init__`` with the saved hyperparameters, then the saved weights.
@@ -267,7 +267,9 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
             strict: whether names and shapes of weights must match exactly (default: ``strict_loading`` of the module).
                 If False, matching tensors are loaded, and a warning lists the mismatches on both sides.
             weights_only: accepted for programs written for Lightning: nothing is ever unpickled.
-            average: load this average of the weights, such as ``"ema"``, instead of the trained weights.
+            average: load this average of the weights, such as ``"ema"``, instead of the trained weights. By default
+                the trained weights are loaded, with a warning if the run was validated with an average; False for the
+                trained weights without a warning.
             overrides: arguments of ``__init__`` that replace or complete the saved ones.
 
         The state of all random generators is unchanged. If the checkpoint holds more than weights,

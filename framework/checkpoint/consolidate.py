@@ -57,6 +57,15 @@ def consolidate(
     return write_plain(PlainTensors(tensors, converted), out, max_shard_size, stem)
 
 
+def validated_average(checkpoint: Checkpoint) -> str | None:
+    """Return the name of the average with which the run of a checkpoint validates; None if with its trained weights."""
+    document = checkpoint.document if isinstance(checkpoint.document, dict) else {}
+    saved = document.get(AVERAGES) or {}
+    # Checkpoints of earlier versions do not say it; validating with the average is the default.
+    names = (name for name, one in saved.items() if one["count"] and one.get("evaluates", len(saved) == 1))
+    return next(names, None)
+
+
 def section_tensors(checkpoint: Checkpoint, given: str) -> dict[str, StoredTensor]:
     """Return the tensors of a section, or for ``<section>/<key>`` those whose names begin with the key, without the
     key.

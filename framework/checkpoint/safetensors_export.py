@@ -118,43 +118,57 @@ def _converted(name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_plain(
-    tensors: PlainTensors, out: str | os.PathLike[str], max_shard_size: int | str | None, stem: str = "model"
+    tensors: PlainTensors,
+    out: str | os.PathLike[str],
+    max_shard_size: int | str | None,
+    stem: str = "model",
+    replaces: bool = False,
 ) -> Path:
     """Write tensors as one file ``out``, or with ``max_shard_size`` as a new directory of files and an index.
 
     If ``out`` is a directory, ``<stem>.safetensors`` is written in it. All files are synced before they are renamed to
-    their final names.
+    their final names. With ``replaces``, weights that were written there before are replaced.
 
     Raises:
         ConfigurationError: ``out`` exists, or ``max_shard_size`` is not a size.
         StorageError: ``out`` cannot be written.
     """
     target = Path(out)
-    check_target(target, max_shard_size is not None)
+    check_target(target, max_shard_size is not None, replaces)
     if max_shard_size is not None:
         return _write_shards(tensors, target, size_in_bytes(max_shard_size), stem)
     if target.is_dir():
         target = target / f"{stem}.safetensors"
-    refuse_existing(target)
+        if not replaces:
+            refuse_existing(target)
     with new_file(target, tensors.size(*tensors.names)) as temporary:
         _write_file(tensors, temporary, tensors.names)
     return target
 
 
-def check_target(target: Path, as_directory: bool) -> None:
-    """Refuse to overwrite an existing target. A directory may exist if a file is created in it.
+def check_target(target: Path, as_directory: bool, replaces: bool = False) -> None:
+    """Refuse to overwrite an existing target, or with ``replaces`` one that does not hold such weights.
+
+    A directory may exist if a file is created in it.
 
     Raises:
         ConfigurationError: the target exists, or is inside a checkpoint.
     """
-    if as_directory and os.path.lexists(target):
+    if as_directory and os.path.lexists(target) and not (replaces and _holds_shards(target)):
         raise ConfigurationError(f"{str(target)!r} exists; with max_shard_size it is made as a new directory.")
     if os.path.lexists((target if target.is_dir() else target.parent) / MANIFEST):
         raise ConfigurationError(
             f"{str(target)!r} lies in a checkpoint, which holds its own files alone; choose another place."
         )
-    if not target.is_dir():
+    if not target.is_dir() and not (replaces and target.suffix == ".safetensors" and target.is_file()):
         refuse_existing(target)
+
+
+def _holds_shards(directory: Path) -> bool:
+    """Whether a directory has the files of ``_write_shards`` and no others."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    return len(indexes) == 1 and all(name.endswith(".safetensors") for name in names if name not in indexes)
 
 
 def _write_file(tensors: PlainTensors, path: Path, names: Sequence[str]) -> None:
@@ -171,7 +185,6 @@ def _write_file(tensors: PlainTensors, path: Path, names: Sequence[str]) -> None
 
 
 def _write_shards(tensors: PlainTensors, target: Path, limit: int, stem: str) -> Path:
-    check_target(target, True)
     temporary = hidden_sibling(target, "tmp")
     groups = _groups(tensors, limit)
     files = {f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": names for number, names in enumerate(groups, 1)}

@@ -135,8 +135,8 @@ class Precision(NamesArguments):
     def convert_module(self, module: nn.Module) -> Callable[[], None] | None:
         """Convert a module in place, before its optimizers are set up.
 
-        By default floating-point parameters and buffers are cast to ``parameter_dtype``. Complex ones are unchanged:
-        ``module.to(dtype)`` would drop their imaginary parts.
+        By default floating-point parameters and buffers are cast to ``parameter_dtype``. Complex ones get the same
+        digits in fp64, and are unchanged otherwise: ``module.to(dtype)`` would drop their imaginary parts.
 
         Returns:
             A function that a Trainer calls after the run, such as one that gives layers their own computation back;
@@ -161,6 +161,8 @@ class Precision(NamesArguments):
         return self.parameter_dtype != torch.float32 or type(self).convert_batch is not Precision.convert_batch
 
     def _cast(self, tensor: Tensor) -> Tensor:
+        if tensor.is_complex() and self.parameter_dtype == torch.float64:
+            return tensor.to(torch.complex128)
         return tensor.to(self.parameter_dtype) if tensor.is_floating_point() else tensor
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.safetensors_export import PlainTensors, write_plain
 from ..checkpoint.stored_tensor import held
 from ..checkpoint.write_plan import Shard
@@ -24,8 +25,9 @@ from ..parallel.blocks import replace_method
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.meta_device import held_state
 from ..parallel.parameter_names import canonical_names, tied_names
+from ..pretrained.publish import publish_folder, sync_files
 from ..resume.capture import live_weights
-from ..system.atomic_directories import remove_tree, replace_directory
+from ..system.atomic_directories import remove_tree
 from ..system.atomic_files import absolute, hidden_sibling, make_directory, refuse_existing
 from .adapter_base import offline_base
 from .adapter_merge import merged_model
@@ -47,15 +49,16 @@ def save_adapter(
 
     Args:
         trainer: its module contains one ``peft.PeftModel``.
-        directory: a directory that does not exist yet.
+        directory: a directory. In one that exists, as of a run that is resumed, the files of the adapter or model are
+            replaced, and other files stay.
         adapter: the name of the adapter. Default: the active one.
         merge: write the base with the adapter added to its weights instead, which ``from_pretrained`` of transformers
             opens. Rank 0 then needs host memory for all weights.
 
     Raises:
         ConfigurationError: on all ranks; there is no peft model or no such adapter, several adapters are active and
-            none is chosen, the directory exists, or peft cannot export or merge adapters of this kind from weights that
-            are given by name.
+            none is chosen, the directory is a file, holds a model or, with ``merge``, an adapter, or peft cannot export
+            or merge adapters of this kind from weights that are given by name.
         StorageError: on all ranks; the files cannot be written.
     """
     target, module, run = absolute(directory), trainer.module, trainer.run
@@ -70,7 +73,7 @@ def save_adapter(
     else:
         return target
     own = {given[len(prefix) :]: shard for given, shard in shards.items() if given.startswith(prefix)}
-    on_rank_zero(world, partial(refuse_existing, target))
+    on_rank_zero(world, partial(_check_target, target, merge))
     if merge:
         tensors = dict(whole_tensors(own, world))
         write = partial(_write_merged, model, name, tensors)
@@ -80,6 +83,18 @@ def save_adapter(
         tensors = dict(whole_tensors(wanted, world))
         write = partial(_write_adapter, model, name, keys, tensors)
     return on_rank_zero(world, partial(_publish, target, write))
+
+
+def _check_target(target: Path, merge: bool) -> None:
+    """Refuse a file, a checkpoint, and a folder in which the two kinds of files would be opened together."""
+    if not target.is_dir() or (target / MANIFEST).exists():
+        refuse_existing(target)
+    other = "adapter_config.json" if merge else "config.json"
+    if (target / other).exists():
+        raise ConfigurationError(
+            f"save_adapter(merge={merge}): {str(target)!r} has {other}, and from_pretrained would add the adapter to "
+            "the model in one directory: give another one."
+        )
 
 
 def _peft_model(module: nn.Module) -> tuple[str, Any]:
@@ -170,12 +185,13 @@ def _write_merged(model: Any, adapter: str, tensors: dict[str, Tensor], director
 
 
 def _publish(target: Path, write: Callable[[Path], None]) -> Path:
-    """Write a directory under a hidden name, and give it its name when it is complete."""
+    """Write a directory under a hidden name, and give it or its files their names when all are complete."""
     temporary = hidden_sibling(target, "tmp")
     make_directory(temporary)
     try:
         write(temporary)
-        replace_directory(temporary, target)
+        sync_files(temporary)
+        publish_folder(temporary, target)
     except BaseException:
         if temporary.is_dir():
             remove_tree(temporary)

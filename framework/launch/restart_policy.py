@@ -15,7 +15,7 @@ from ..core.errors import CheckpointError, ConfigurationError, Preempted
 from ..system.failure_records import INTERRUPTED, write_atomically
 
 # Exit codes after which a restart would fail in the same way, or which the user requested.
-_FINAL = frozenset({0, ConfigurationError.exit_code, CheckpointError.exit_code, Preempted.exit_code, INTERRUPTED})
+FINAL = frozenset({0, ConfigurationError.exit_code, CheckpointError.exit_code, Preempted.exit_code, INTERRUPTED})
 # Seconds before a restart; doubled after each failure without progress since the previous one.
 FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 60.0
@@ -38,7 +38,7 @@ class RestartPolicy:
         ``step`` is the optimizer step at which the ranks failed, None if training had not begun.
         """
         self.refusal = ""
-        if not self.allowed or exit_code in _FINAL:
+        if not self.allowed or exit_code in FINAL:
             return None
         if self.done and step == self._step:
             where = "their start" if step is None else f"optimizer step {step}"

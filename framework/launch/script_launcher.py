@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..core.errors import ConfigurationError, PhalanxError
 from ..core.interception import intercept_loop
-from ..report import amend_report
+from ..report import amend_report, how_to_resume
 from ..system.entry_script import Script, can_rerun_script
 from ..system.environment import hiding_secrets
 from ..system.processes import Process, die_with_parent
@@ -25,7 +26,7 @@ from .launch_context import LaunchContext, launch_context, private_directory
 from .nodes import Nodes
 from .rank_output import RankOutput
 from .rank_states import RankStates
-from .restart_policy import RestartPolicy, run_directory
+from .restart_policy import FINAL, RestartPolicy, run_directory
 from .supervisor import Supervisor
 from .verdict import Verdict
 
@@ -76,6 +77,8 @@ def launch_script(
         write_error(f"phalanx: {restarts.refusal}")
     if verdict.message:
         write_error(verdict.message)
+    if verdict.advice:
+        write_error(f"phalanx: {verdict.advice}")
     raise quick_exit(verdict.exit_code)
 
 
@@ -148,7 +151,7 @@ class _ScriptLauncher:
                 raise
             output.finish()
             verdict = self.nodes.agree(verdict, self._supervisor)
-            _amend_report(verdict, run_directory(context.directory))
+            verdict = replace(verdict, advice=_amend_report(verdict, run_directory(context.directory)))
             _show_output(verdict, output, self._shows_all)
             output.close()
         return verdict
@@ -208,16 +211,22 @@ def _standard_input(rank: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _amend_report(verdict: Verdict, directory: Path | None) -> None:
-    """Write the verdict into the run's report: rank 0, its author, may have seen only the end of another rank."""
+def _amend_report(verdict: Verdict, directory: Path | None) -> str:
+    """Write the verdict into the run's report: rank 0, its author, may have seen only the end of another rank.
+
+    Returns:
+        How to resume the run; empty if it cannot be, or if its message says it.
+    """
     if not verdict.failed or directory is None:
-        return
+        return ""
     changes: dict[str, Any] = {"stopped": verdict.message, "exit_code": verdict.exit_code}
     if verdict.traceback:
         changes["traceback"] = verdict.traceback
     with contextlib.suppress(OSError, ValueError, PhalanxError):
         # A rank 0 that was killed has recorded its last step up to a second before.
-        amend_report(directory, changes, {} if verdict.step is None else {"optimizer_steps": verdict.step})
+        report = amend_report(directory, changes, {} if verdict.step is None else {"optimizer_steps": verdict.step})
+        return "" if verdict.exit_code in FINAL else how_to_resume(report) or ""
+    return ""
 
 
 def _show_output(verdict: Verdict, output: RankOutput, shown: bool) -> None:

@@ -33,6 +33,8 @@ class Verdict:
     """The rank at fault, if there is one."""
     traceback: str = ""
     """The full traceback of the rank at fault, which ``message`` shortens."""
+    advice: str = ""
+    """What is lost, and the command that resumes the run; empty if there is no checkpoint."""
 
 
 def judge(attempt: Attempt, stall: Stall | None) -> Verdict:

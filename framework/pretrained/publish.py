@@ -40,22 +40,23 @@ def sync_files(folder: Path) -> None:
 def publish_folder(finished: Path, folder: Path) -> None:
     """Give a finished folder, whose files are synced, its name.
 
-    If the folder exists, its files are replaced one by one, the index last; then weight files that are not needed any
-    more are removed. Its other files stay. Until then the folder cannot be opened, unless one file holds all weights
-    before and after.
+    If the folder exists, its files are replaced one by one, the index last; then weight files of a model that are not
+    needed any more are removed. Its other files stay. Until then the folder cannot be opened, unless one file holds all
+    weights before and after.
     """
     if not os.path.lexists(folder):
         replace_directory(finished, folder)
         return
     names = sorted((path.name for path in finished.iterdir()), key=lambda name: (name == INDEX, name))
-    if INDEX in names or (folder / INDEX).exists():
+    has_model = INDEX in names or SINGLE in names
+    if INDEX in names or (has_model and (folder / INDEX).exists()):
         # If the process is killed in between, shards of two models must not be opened as one.
         for name in (INDEX, SINGLE):
             (folder / name).unlink(missing_ok=True)
         sync_directory(folder)
     for name in names:
         os.replace(finished / name, folder / name)
-    for path in folder.glob("model-*-of-*.safetensors"):
+    for path in folder.glob("model-*-of-*.safetensors") if has_model else ():
         if path.name not in names:
             path.unlink(missing_ok=True)
     sync_directory(folder)

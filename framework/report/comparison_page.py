@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from .charts import overlaid
 from .comparison import LABELS, compared_text
+from .document import run_name
 from .loose import mapping, text
 from .page import charts_section, framed
 from .page_sections import card, table_of
@@ -20,7 +22,7 @@ def render_comparison(reports: Sequence[dict[str, Any]], found: dict[str, Any]) 
         reports: the reports.
         found: the result of ``compare_reports`` for them.
     """
-    runs = [text(report.get("run")) for report in reports]
+    runs = _names(found["runs"])
     parts = [f'<div class="head"><h1>{escape(" and ".join(runs))}</h1></div>']
     for color, (label, path) in enumerate(zip(LABELS, found["runs"], strict=True)):
         mark = f'<i class="b{color}"></i>{label}'
@@ -34,3 +36,11 @@ def render_comparison(reports: Sequence[dict[str, Any]], found: dict[str, Any]) 
         ]
         parts.append(card(title, table_of(["", *LABELS], lines)))
     return framed(" and ".join(runs), "".join(parts))
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Return the last parts of the paths of two runs, as many as it takes to tell them apart."""
+    paths, count = list(map(text, paths)), 2
+    while len(set(names := [run_name(Path(path), count) for path in paths])) < len(set(paths)):
+        count += 1
+    return names

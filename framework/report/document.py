@@ -133,9 +133,9 @@ def curves_of(history: History) -> dict[str, dict[str, list[Any]]]:
     }
 
 
-def run_name(directory: Path) -> str:
-    """Return the last two parts of the path of a run's directory, which name it: ``phalanx_logs/version_3``."""
-    return "/".join(directory.absolute().parts[-2:])
+def run_name(directory: Path, count: int = 2) -> str:
+    """Return the last parts of the path of a run's directory, which name it: ``phalanx_logs/version_3``."""
+    return "/".join(directory.absolute().parts[-count:])
 
 
 def finite(value: Any) -> Any:

@@ -13,8 +13,8 @@ from .page import render_page
 from .run_files import PAGE, RunFiles
 
 
-def finish_report(directory: Path, outcome: dict[str, Any]) -> None:
-    """Write the report of a fit that has ended.
+def finish_report(directory: Path, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Write the report of a fit that has ended; return it.
 
     Args:
         directory: the run's directory.
@@ -28,10 +28,11 @@ def finish_report(directory: Path, outcome: dict[str, Any]) -> None:
     write_text(directory / REPORT, as_text(document))
     if has_page(files.config):
         write_text(directory / PAGE, render_page(document))
+    return document
 
 
-def amend_report(directory: Path, changes: dict[str, Any], missing: dict[str, Any] | None = None) -> None:
-    """Write the report of a fit again, with other values of its outcome; it may have no report yet.
+def amend_report(directory: Path, changes: dict[str, Any], missing: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Write the report of a fit again, with other values of its outcome, and return it; it may have no report yet.
 
     Args:
         directory: the run's directory.
@@ -44,7 +45,7 @@ def amend_report(directory: Path, changes: dict[str, Any], missing: dict[str, An
     files = RunFiles(directory)
     known = (*OUTCOME, *EVALUATIONS)
     outcome = {name: files.outcome[name] for name in known if name in files.outcome}
-    finish_report(directory, (missing or {}) | outcome | changes)
+    return finish_report(directory, (missing or {}) | outcome | changes)
 
 
 def add_to_report(directory: Path, stage: str, results: list[dict[str, float]]) -> None:

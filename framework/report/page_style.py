@@ -57,7 +57,7 @@ th{font-weight:500;color:var(--soft);text-align:left;font-size:13px}
 th,td{padding:6px 14px 6px 0;border-bottom:1px solid var(--edge);vertical-align:top;overflow-wrap:anywhere}
 tr:last-child td,tr:last-child th{border-bottom:0}
 td.num,th.num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-td:last-child,th:last-child{padding-right:0}
+td:first-child,th:first-child{overflow-wrap:break-word}td:last-child,th:last-child{padding-right:0}
 table.facts th{width:34%;min-width:112px}
 .scroll{overflow-x:auto}
 .cmd{display:flex;gap:10px;align-items:center;margin-top:14px;background:var(--card);border:1px solid var(--edge);

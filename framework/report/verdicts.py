@@ -23,6 +23,10 @@ def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = 
     """
     step, state = found["optimizer_steps"], found["state"]
     newest = found["resume_from"]
+    if state in ("killed", "silent") and newest is not None:
+        # The process recorded its step up to a second before.
+        step = max(step or 0, newest["step"] or 0)
+        found = {**found, "optimizer_steps": step}
     lost = None
     if state in _RESUMABLE and step is not None:
         lost = max(0, step - (newest["step"] or 0)) if newest is not None else step
@@ -33,6 +37,12 @@ def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = 
         "lost": _lost(found, lost),
         "resume": _resume(found, ckpt_path, is_configured),
     }
+
+
+def how_to_resume(report: dict[str, Any]) -> str | None:
+    """Return the last line of the messages of a failed fit; None if there is no checkpoint to resume from."""
+    why, newest = report["why"], report["resume_from"]
+    return f"{why['lost']}. To resume: {why['resume']}" if newest is not None and why["resume"] else None
 
 
 def headline(stopped: str | None) -> str:

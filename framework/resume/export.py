@@ -47,7 +47,7 @@ def export_run(run: Run, path: Path, dtype: Dtype, max_shard_size: Size) -> Path
     weights.
 
     Raises:
-        ConfigurationError: on all ranks; ``path`` exists, or a number does not fit into ``dtype``.
+        ConfigurationError: on all ranks; ``path`` exists and holds no weights, or a number does not fit into ``dtype``.
         StorageError: on all ranks; the files cannot be written.
     """
     check_export(dtype, max_shard_size)
@@ -58,7 +58,7 @@ def export_run(run: Run, path: Path, dtype: Dtype, max_shard_size: Size) -> Path
         return on_rank_zero(world, lambda: _write(tensors, path, dtype, max_shard_size))
 
     def draft_name() -> Path:
-        check_target(path, max_shard_size is not None)
+        check_target(path, max_shard_size is not None, replaces=True)
         return hidden_sibling(path, "tmp")
 
     draft = on_rank_zero(world, draft_name)
@@ -67,7 +67,7 @@ def export_run(run: Run, path: Path, dtype: Dtype, max_shard_size: Size) -> Path
     def gather() -> Path:
         try:
             tensors = section_tensors(open_checkpoint(draft), MODEL)
-            return write_plain(PlainTensors(tensors, target_dtype(dtype)), path, max_shard_size)
+            return _write(tensors, path, dtype, max_shard_size)
         finally:
             # If the process is killed, the directory has a name that the next clean-up recognizes.
             with contextlib.suppress(StorageError):
@@ -80,8 +80,8 @@ def export_module(module: nn.Module, path: Path, dtype: Dtype, max_shard_size: S
     """Write the weights that a module holds in this process.
 
     Raises:
-        ConfigurationError: the module holds no weights in this process, ``path`` exists, or a number does not fit into
-            ``dtype``.
+        ConfigurationError: the module holds no weights in this process, ``path`` exists and holds none, or a number
+            does not fit into ``dtype``.
         StorageError: the files cannot be written.
     """
     check_export(dtype, max_shard_size)
@@ -90,4 +90,4 @@ def export_module(module: nn.Module, path: Path, dtype: Dtype, max_shard_size: S
 
 
 def _write(tensors: Mapping[str, StoredTensor], path: Path, dtype: Dtype, max_shard_size: Size) -> Path:
-    return write_plain(PlainTensors(tensors, target_dtype(dtype)), path, max_shard_size)
+    return write_plain(PlainTensors(tensors, target_dtype(dtype)), path, max_shard_size, replaces=True)

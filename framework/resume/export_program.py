@@ -36,7 +36,7 @@ def export_program(module_class: type[TrainModule], checkpoint: Path, out: Path,
     refuse_existing(out)
     if not (isinstance(module_class, type) and issubclass(module_class, TrainModule)):
         raise ConfigurationError(f"{module_class!r} is not a subclass of TrainModule.")
-    module = module_class.load_from_checkpoint(checkpoint, average=average).eval()
+    module = module_class.load_from_checkpoint(checkpoint, average=average or False).eval()
     example = module.example_input_array
     if example is None:
         raise ConfigurationError(

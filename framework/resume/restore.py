@@ -20,6 +20,7 @@ from ..distributed.collective_errors import on_all_ranks
 from ..parallel.parameter_names import canonical_names, names_of, renamed
 from ..run.run import Run
 from ..state.frozen_base import check_base
+from ..state.module_loading import loads_itself
 from ..state.module_state import check_model, put_extra_state, put_model, saved_extra_state, shapes_of, stored_of
 from ..state.optimizer_state import load_optimizer
 from ..state.state_matching import (
@@ -234,6 +235,11 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _report_not_loaded(run: Run, checkpoint: Checkpoint, not_loaded: list[str]) -> None:
+    if loads_itself(run.module):
+        run.note(
+            f"{type(run.module).__name__}.load_state_dict was not called: the ranks load weights by their names, each "
+            "its own part. Rename them with checkpoint_renames, and do the rest in on_load_checkpoint."
+        )
     if not_loaded:
         why = "" if run.module.strict_loading else ", as strict_loading is False"
         run.note(f"Not loaded from {checkpoint.path}{why}: {listed(not_loaded)}")

@@ -82,7 +82,7 @@ class FrozenBase:
         """
         now, parameters = self._fingerprints.of(state), _parameters(self._module)
         return {
-            name: _record(name, state[name], fingerprint)
+            name: _record(name, state.get(name), parameters[name], fingerprint)
             for name, fingerprint in now.items()
             if not parameters[name].requires_grad and fingerprint == self._at_start[name]
         }
@@ -135,5 +135,7 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {canonical(name): one for name, one in module.named_parameters(remove_duplicate=False)}
 
 
-def _record(name: str, shard: Shard, fingerprint: str) -> TensorRecord:
-    return TensorRecord(code_of(shard.tensor.dtype, name), tuple(shard.shape), (), fingerprint)
+def _record(name: str, shard: Shard | None, parameter: nn.Parameter, fingerprint: str) -> TensorRecord:
+    # A stage of a pipeline has no part of the parameters of other stages, but knows their shapes.
+    tensor, shape = (parameter, parameter.shape) if shard is None else (shard.tensor, shard.shape)
+    return TensorRecord(code_of(tensor.dtype, name), tuple(shape), (), fingerprint)

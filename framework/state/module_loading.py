@@ -9,34 +9,38 @@ from __future__ import annotations
 import inspect
 import warnings
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoint.codec import decode
-from ..checkpoint.consolidate import AVERAGES, section_tensors
+from ..checkpoint.consolidate import AVERAGES, section_tensors, validated_average
 from ..checkpoint.fingerprint import fingerprint
 from ..checkpoint.manifest import MODEL
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.safetensors_io import code_of
+from ..checkpoint.stored_tensor import StoredTensor
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..core.hyperparameters import AttributeDict
 from ..distributed.seed import capture, restore
-from ..parallel.parameter_names import canonical_table, state_tensors
+from ..parallel.parameter_names import canonical_table, renamed, state_tensors
 from ..parallel.supplied import SuppliedValues
 from .class_hyperparameters import imported_classes
 from .frozen_base import refuse_other_base
 from .hparams_file import read_hparams
-from .module_state import StateTensors, check_model, put_extra_state, saved_extra_state, state_of
+from .module_state import LENIENT, StateTensors, check_model, put_extra_state, saved_extra_state, state_of
 from .state_matching import listed
 from .user_entries import UserEntries
 
 Location = str | torch.device | Mapping[str, Any] | Callable[..., Any] | None
 """Values of ``map_location``."""
+# The frames from rebuild_module to the user's: its import on the first call, load_from_checkpoint.
+_CALLER = 4
 
 
 def rebuild_module(
@@ -45,7 +49,7 @@ def rebuild_module(
     map_location: Location,
     strict: bool | None,
     overrides: Mapping[str, Any],
-    average: str | None = None,
+    average: str | Literal[False] | None = None,
     hparams_file: str | Path | None = None,
 ) -> Any:
     """Build ``cls`` with a checkpoint's hyperparameters and load its weights, on the device ``map_location``.
@@ -53,8 +57,8 @@ def rebuild_module(
     The module is built on the CPU and moved; each tensor is read directly to its device. With ``strict=False``,
     matching tensors are loaded and a warning names those that are missing, unexpected or of a different shape; None
     stands for the module's ``strict_loading``.
-    ``average`` names a weight average to load instead of the weights. The hyperparameters in ``hparams_file`` replace
-    those of the checkpoint.
+    ``average`` names a weight average to load instead of the weights; None warns of one that the run validates with.
+    The hyperparameters in ``hparams_file`` replace those of the checkpoint.
 
     Raises:
         CheckpointError: the module cannot be built from the checkpoint, or the weights do not match the module.
@@ -63,8 +67,14 @@ def rebuild_module(
     device = target_device(map_location)
     if "model" not in checkpoint.sections:
         raise CheckpointError(f"{checkpoint.path} holds no weights; it holds: {', '.join(checkpoint.sections)}.")
-    if average is not None:
+    if average:
         _check_average(checkpoint, average)
+    elif average is None and (validated := validated_average(checkpoint)) is not None:
+        warnings.warn(
+            f"{checkpoint.path} was validated with the average {validated!r}, and its trained weights are loaded: give "
+            f"average={validated!r} to load the average, or average=False for these weights without this warning.",
+            stacklevel=_CALLER,
+        )
     with kept_generators(device):
         module = _built(cls, checkpoint, overrides, hparams_file)
         if checkpoint.left_out:
@@ -78,7 +88,7 @@ def rebuild_module(
         module.to(device)
         _hand_over_user_state(module, checkpoint)
         strict = module.strict_loading if strict is None else strict
-        _load(module, checkpoint, strict, MODEL if average is None else f"{AVERAGES}/{average}")
+        _load(module, checkpoint, strict, f"{AVERAGES}/{average}" if average else MODEL)
     return module
 
 
@@ -210,13 +220,17 @@ def _hand_over_user_state(module: Any, checkpoint: Checkpoint) -> None:
 def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool, section: str) -> None:
     tensors = section_tensors(checkpoint, section)
     table, own = canonical_table(module), state_tensors(module)
-    shapes = {name: tuple(own[raw].shape) for name, raw in table.items()}
     renames = getattr(module, "checkpoint_renames", None)
+    if loads_itself(module) or any(
+        part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks for part in module.modules()
+    ):
+        names = renamed(tensors, renames or {})
+        _check_base(checkpoint, {name: names[name] for name in table if name in names}, table, own)
+        _load_by_method(module, checkpoint, tensors, names, strict)
+        return
+    shapes = {name: tuple(own[raw].shape) for name, raw in table.items()}
     match = check_model(module, shapes, checkpoint, strict, renames)
-    wanted = {name: checkpoint.left_out[saved] for name, saved in match.tensors.items() if saved in checkpoint.left_out}
-    values = {name: own[table[name]] for name in wanted}
-    found = {name: fingerprint(value) for name, value in values.items()}
-    refuse_other_base(checkpoint, wanted, found, {name: code_of(one.dtype, name) for name, one in values.items()})
+    _check_base(checkpoint, match.tensors, table, own)
     with torch.no_grad():
         for name, saved in match.tensors.items():
             if saved in checkpoint.left_out:
@@ -227,6 +241,68 @@ def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool, section: str)
         warnings.warn(
             f"{type(module).__name__} took {len(match.tensors)} of {len(shapes)} tensors from {checkpoint.path}; left "
             f"as they are: {listed(left)}.",
-            # The frames above: rebuild_module, its import on first call, load_from_checkpoint.
-            stacklevel=5,
+            stacklevel=_CALLER + 1,
+        )
+
+
+def _check_base(
+    checkpoint: Checkpoint, names: Mapping[str, str], table: Mapping[str, str], own: Mapping[str, Tensor]
+) -> None:
+    """Compare a module with the fingerprints of the tensors that a checkpoint leaves out; ``names`` has saved names.
+
+    Raises:
+        CheckpointError: the module was built with another base.
+    """
+    wanted = {name: checkpoint.left_out[saved] for name, saved in names.items() if saved in checkpoint.left_out}
+    values = {name: own[table[name]] for name in wanted}
+    found = {name: fingerprint(value) for name, value in values.items()}
+    refuse_other_base(checkpoint, wanted, found, {name: code_of(one.dtype, name) for name, one in values.items()})
+
+
+def loads_itself(module: nn.Module) -> bool:
+    """Whether a module overrides ``load_state_dict``."""
+    return type(module).load_state_dict is not nn.Module.load_state_dict
+
+
+def _load_by_method(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, StoredTensor],
+    names: Mapping[str, str],
+    strict: bool,
+) -> None:
+    """Call ``load_state_dict`` of a module that overrides it, or whose parts have hooks on it.
+
+    Args:
+        module: the module.
+        checkpoint: the checkpoint. Weights that it leaves out are those of the module.
+        tensors: its tensors.
+        names: their saved names, by the new ones.
+        strict: whether all names must match.
+
+    Raises:
+        CheckpointError: the weights do not match the module.
+    """
+    table, own = canonical_table(module), module.state_dict()
+    # torch's layers read their versions in it.
+    state: Any = OrderedDict()
+    state._metadata = getattr(own, "_metadata", None)
+    for name, saved in names.items():
+        if saved not in checkpoint.left_out:
+            state[table.get(name, name)] = tensors[saved].read()
+        elif name in table:
+            state[table[name]] = own[table[name]]
+    for name, value in saved_extra_state(checkpoint).items():
+        state[f"{name}._extra_state" if name else "_extra_state"] = value
+    try:
+        found = module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        advice = f" {LENIENT}" if strict else ""
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{checkpoint.path} does not fit {type(module).__name__}: {reason}{advice}") from error
+    problems = [*getattr(found, "missing_keys", ()), *getattr(found, "unexpected_keys", ())]
+    if problems:
+        warnings.warn(
+            f"{type(module).__name__}.load_state_dict of {checkpoint.path} left out: {listed(problems)}.",
+            stacklevel=_CALLER + 2,
         )

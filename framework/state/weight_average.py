@@ -260,7 +260,7 @@ class Average:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint's document."""
-        return {"count": self.count, "last_epoch": self.last_epoch}
+        return {"count": self.count, "last_epoch": self.last_epoch, "evaluates": self.settings.evaluates}
 
     def saved(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, SavedTensor]:
         """Return the tensors of this average in a checkpoint by name; ``names`` maps names to saved names."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..checkpoint.consolidate import AVERAGES as SECTION
+from ..checkpoint.consolidate import AVERAGES as SECTION, validated_average
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.stored_tensor import SavedTensor
 from ..checkpoint.write_plan import Shard
@@ -170,6 +170,11 @@ class Averages:
         """Load the evaluation average of a checkpoint into a module. Collective."""
         average = next((one for one in self if one.settings.evaluates), None)
         if average is None:
+            if (validated := validated_average(checkpoint)) is not None:
+                note(
+                    f"{checkpoint.path} was validated with the average {validated!r}, which no callback here has: its "
+                    "trained weights are used."
+                )
             return
         tensors = average.saved(checkpoint, names)
         if tensors:

@@ -127,12 +127,14 @@ class TrainerActions(TrainerProperties):
         After a fit they are the weights that the module holds, and only rank 0 writes.
 
         Args:
-            path: a file that does not exist yet, or a directory in which ``model.safetensors`` is created.
+            path: a file, or a directory in which ``model.safetensors`` is created. A file of an earlier export, as of a
+                run that is resumed, is replaced.
             dtype: the dtype in which floating-point tensors are written, such as ``"bf16"``.
             max_shard_size: make ``path`` a directory of files of at most this size (``"5GB"``) and an index.
 
         Raises:
-            ConfigurationError: there is no module, ``path`` exists, or a number does not fit into ``dtype``.
+            ConfigurationError: there is no module, ``path`` exists and is of no earlier export, or a number does not
+                fit into ``dtype``.
             StorageError: the files cannot be written.
         """
         target = Path(path)

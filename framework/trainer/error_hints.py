@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from ..core.errors import CheckpointError, ConfigurationError, add_hint
 from ..diagnostics.out_of_memory import is_out_of_memory
 from ..run.overrides import is_overridden
@@ -49,6 +51,13 @@ def _hint(error: Exception, stage: str, run: Run) -> str | None:
     module = run.module
     if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
         return _BACKWARD if stage == "fit" and module.automatic_optimization else None
+    if "optimizer got an empty parameter list" in text and not any(True for _ in module.parameters()):
+        held = [name for name, value in vars(module).items() if _holds_modules(value)]
+        where = f": its {', '.join(held)} is a list or dict of Python" if held else ""
+        return (
+            f"{type(module).__name__} has no parameters{where}. Assign layers to attributes, or put them into "
+            "nn.ModuleList or nn.ModuleDict."
+        )
     refuses_pickle = type(error).__name__ == "PicklingError" or isinstance(error, AttributeError | TypeError)
     if refuses_pickle and "pickle" in text.lower():
         return _PICKLE
@@ -60,3 +69,8 @@ def _hint(error: Exception, stage: str, run: Run) -> str | None:
             "define predict_step(self, batch, batch_idx), for example to return self(batch[0])."
         )
     return None
+
+
+def _holds_modules(value: object) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(isinstance(part, nn.Module) for part in parts)

@@ -53,10 +53,17 @@ class TrainerSearches(TrainerActions):
             early_stop_threshold: end when the smoothed loss exceeds its minimum by this factor; None: do not.
 
         Raises:
-            ConfigurationError: an argument is invalid, or several ranks would have to be started without a script.
+            ConfigurationError: an argument is invalid, the strategy is a pipeline, or several ranks would have to be
+                started without a script.
         """
         test = LearningRateTest(min_lr, max_lr, num_training, mode, early_stop_threshold)
         test.check()
+        strategy = self.fabric.resources.strategy
+        if strategy.window_passes is not None:
+            raise ConfigurationError(
+                f"find_lr reads the loss of each micro-batch before its backward pass, and strategy={strategy.name!r} "
+                "runs the passes of a window together: search with strategy='fsdp' or 'ddp' and the same global batch."
+            )
         train_dataloaders, datamodule = self._start_search("find_lr", model, train_dataloaders, datamodule)
         return run_range_test(type(self), self._session.requested, test, model, train_dataloaders, datamodule)
 

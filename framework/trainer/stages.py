@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.errors import StorageError
+from ..core.errors import StorageError, add_hint
 from ..diagnostics import comparing_collectives
 from ..distributed.control import Signal
 from ..launch.exit_hooks import install_rank_hooks
+from ..launch.restart_policy import FINAL
 from ..launch.signals import SignalWatch
 from ..launch.slurm import TimeLimit
 from ..loop import evaluate, predict
@@ -20,7 +21,7 @@ from ..metrics.no_log import OUTSIDE_LOOPS
 from ..parallel.compilation import uncompiled
 from ..parallel.elsewhere import guard_absent, unguard
 from ..parallel.strategy_checks import remark_on_windows
-from ..report import add_to_report, finish_report
+from ..report import add_to_report, finish_report, how_to_resume
 from ..state import encode_known
 from ..system.console import terminal_columns
 from ..system.environment import current_job, hiding_secrets, own_records
@@ -81,7 +82,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
             session.finish("interrupted")
             add_hints(error, stage, session.run, place.launcher is None)
             own_records().record_pending_error(place.rank, error, hiding_secrets())
-            _fail(session, stage, error)
+            _fail(session, stage, error, is_alone=place.launcher is None)
             raise
         finally:
             _release(session, request)
@@ -162,17 +163,21 @@ def _end(session: Session, loop: FitLoop) -> None:
         session.view.note("\n".join([framed, *following]))
 
 
-def _report(session: Session, run: Run, exit_code: int, error: dict[str, Any]) -> None:
-    """Write the report of a fit that has ended; a failure is reported and the run continues."""
+def _report(session: Session, run: Run, exit_code: int, error: dict[str, Any]) -> str | None:
+    """Write the report of a fit that has ended, and return how to resume it.
+
+    A failure is reported and the run continues.
+    """
     if not session.writes or not session.directory.claimed:
-        return
+        return None
     end = outcome(session, run, exit_code) | error
     if session.recorder is not None:
         session.recorder.close(exit_code, end["stopped"])
     try:
-        finish_report(session.directory.path, end)
+        return how_to_resume(finish_report(session.directory.path, end))
     except StorageError as failure:
         session.view.note(f"{REPORT} is missing: {failure}")
+    return None
 
 
 def _keep(session: Session, name: str, document: Any) -> None:
@@ -183,10 +188,11 @@ def _keep(session: Session, name: str, document: Any) -> None:
         session.note(f"{name} is missing: {error}")
 
 
-def _fail(session: Session, stage: str, error: BaseException) -> None:
+def _fail(session: Session, stage: str, error: BaseException, is_alone: bool) -> None:
     """Report an error to callbacks and loggers. No collective: other ranks may never reach it.
 
-    An exception of a hook is printed and does not replace the error of the run.
+    An exception of a hook is printed and does not replace the error of the run. If no launcher reports how to resume
+    the run, the error does.
     """
     run = session.run
     if run is None:
@@ -208,7 +214,10 @@ def _fail(session: Session, stage: str, error: BaseException) -> None:
         hide = hiding_secrets()
         message = {"stopped": hide(f"{type(error).__name__}: {error}"), "traceback": hide(brief_traceback(error))}
         with suppress(Exception):
-            _report(session, run, exit_code_of(error), message)
+            advice = _report(session, run, exit_code_of(error), message)
+            # A run that was asked to end has said it.
+            if advice and is_alone and exit_code_of(error) not in FINAL:
+                add_hint(error, f"{advice[0].upper()}{advice[1:]}")
     run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
 

@@ -63,6 +63,8 @@ class FSDPStrategy(Strategy):
         prefetch: the number of units to gather ahead explicitly; 0 leaves prefetching to torch.
         reduce_dtype: the dtype in which gradients are averaged. Default: at least float32.
         gather_weights: the ranks that get full weights after a fit: ``"rank_zero"``, ``"all"`` or ``"none"``.
+        accumulate_shards: reduce gradients in the backward pass of every micro-batch of a window, and accumulate shards
+            of them: less memory and more communication than reducing the full gradients once.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -84,6 +86,7 @@ class FSDPStrategy(Strategy):
         prefetch: int = 0,
         reduce_dtype: torch.dtype | None = None,
         gather_weights: Literal["rank_zero", "all", "none"] = "rank_zero",
+        accumulate_shards: bool = False,
         **others: Any,
     ) -> None:
         known = [name for name in signature(FSDPStrategy).parameters if name != "others"]
@@ -91,7 +94,9 @@ class FSDPStrategy(Strategy):
         check_units(units)
         check_checkpointing(activation_checkpointing)
         check_arguments(replicas, tensor_parallel, prefetch, reduce_dtype, gather_weights)
-        check_flags(reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload)
+        check_flags(
+            reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload, accumulate_shards=accumulate_shards
+        )
         self.units = units
         self.reshard_after_forward = reshard_after_forward
         self.replicas = replicas
@@ -100,6 +105,7 @@ class FSDPStrategy(Strategy):
         self.prefetch = prefetch
         self.reduce_dtype = reduce_dtype
         self.gather_weights = gather_weights
+        self.accumulate_shards = accumulate_shards
         self.traits = Traits(
             shards_state=True, forward_has_collectives=True, backward_has_collectives=True, reduces_in_backward=True
         )
@@ -202,7 +208,7 @@ class FSDPStrategy(Strategy):
             self._experts,
         )
         self._routed = routed
-        kind = UniformModel if routed is Routed.REPEATED else ShardedModel
+        kind = UniformModel if routed is Routed.REPEATED or self.accumulate_shards else ShardedModel
         self._sharded = sharded = kind(module, optimizers, self.world, sharding, self._deferred, self._supplied)
         if routed is Routed.REPEATED:
             self.recovery = ShardedRecovery(sharded)

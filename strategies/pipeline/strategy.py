@@ -78,7 +78,7 @@ class PipelineStrategy(Strategy):
     axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
     degrees = Degrees(pp=-1)
     traits = Traits(shards_state=True)
-    prevents_compiling = "pass some blocks over to other ranks in a pipeline: leave compile out"
+    prevents_compiling = "runs on each rank the blocks of its stages alone: leave compile out"
     window_passes: PipelinePasses
 
     def __init__(self, schedule: str = "1f1b", *, stages_per_rank: int | None = None) -> None:

@@ -203,7 +203,8 @@ def test_under_every_strategy(cell: str, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(path)
         assert_equal(checkpoint.read_section("model"), wanted)
         assert_equal(checkpoint.read_section("averages"), first)
-        assert checkpoint.document["averages"] == {"ema": {"count": VALIDATED, "last_epoch": -1}}
+        state = {"count": VALIDATED, "last_epoch": -1, "evaluates": True}
+        assert checkpoint.document["averages"] == {"ema": state}
 
     # Resumed on the same layout it is equal to the bit, also from amid a validation.
     resumed = on_ranks(cell, tmp_path, True, (0, {}), paths["on_validation_batch_end"])

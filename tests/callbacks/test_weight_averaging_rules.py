@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -502,10 +503,14 @@ def test_two_averages_side_by_side(tmp_path: Path) -> None:
 def test_either_is_taken_from_a_checkpoint(tmp_path: Path) -> None:
     ema = EMAWeightAveraging(decay=0.5, use_buffers=False)
     module = fitted(ema, saves(6, tmp_path / "a"), module=Normed(), max_steps=6)
-    live, averaged = (
-        Normed.load_from_checkpoint(tmp_path / "a"),
-        Normed.load_from_checkpoint(tmp_path / "a", average="ema"),
-    )
+    with pytest.warns(UserWarning, match="average='ema'") as warned:
+        live = Normed.load_from_checkpoint(tmp_path / "a")
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        averaged = Normed.load_from_checkpoint(tmp_path / "a", average="ema")
+        trained = Normed.load_from_checkpoint(tmp_path / "a", average=False)
+    assert torch.equal(live.get_parameter("net.3.weight"), trained.get_parameter("net.3.weight"))
     consolidate(tmp_path / "a", tmp_path / "ema.safetensors", section="averages/ema")
     for name, tensor in load_file(tmp_path / "ema.safetensors").items():
         assert torch.equal(tensor, averaged.state_dict()[name])

@@ -73,6 +73,12 @@ def phalanx(project: Path, *arguments: str, **env: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+def test_classes_beside_a_configuration_are_found(project: Path) -> None:
+    (folder := project / "elsewhere").mkdir()
+    code, output = phalanx(folder, "fit", "../config.yaml", "--trainer.max_steps=1")
+    assert code == 0, output
+
+
 def losses_of(run: Path) -> list[str]:
     with (run / "metrics.csv").open() as lines:
         return [row["train_loss"] for row in csv.DictReader(lines) if row["train_loss"]]

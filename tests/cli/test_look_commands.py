@@ -65,8 +65,9 @@ if __name__ == "__main__":
 
 
 def fit(root: Path, what: str, ranks: int = 1, restarts: int = 0, lr: float = 0.1) -> tuple[int, Path]:
-    """Run the script; return its exit code and the run's directory."""
+    """Run the script; return its exit code and the run's directory. The file ``screen`` keeps what it has printed."""
     done = run_script(SCRIPT, str(root), what, str(ranks), str(restarts), str(lr), timeout=150.0)
+    (root / "screen").write_text(done.stdout)
     (directory,) = root.glob("phalanx_logs/version_*")
     return done.returncode, directory
 
@@ -144,6 +145,25 @@ def test_why_explains_each_end(runs: Path, name: str, sentence: str, lost: str, 
     else:
         assert found["why"]["resume"].startswith("python ")
         assert resume in found["why"]["resume"]
+
+
+def test_checkpoints_of_the_newest_run_are_listed(runs: Path) -> None:
+    listed = [command("checkpoint", "list", *name, cwd=runs / "good") for name in ([], ["phalanx_logs/version_0"])]
+    assert "step" in listed[0].stdout
+    # Their ages differ.
+    names = [[line.split()[0] for line in each.stdout.splitlines()] for each in listed]
+    assert names[0] == names[1]
+
+
+@pytest.mark.timeout(300)
+def test_a_failed_run_says_how_to_resume_it_last(runs: Path, tmp_path: Path) -> None:
+    lost = "2 steps are lost: epoch=0-step=4.ckpt (step 4) is good. To resume: python "
+    for directory, start in ((runs / "failed", f"phalanx: {lost}"), (tmp_path, lost)):
+        if directory == tmp_path:
+            assert fit(tmp_path, "fail")[0] == 1
+        last = (directory / "screen").read_text().splitlines()[-1]
+        assert last.startswith(start)
+        assert last.endswith('(with fit(..., ckpt_path="auto"))')
 
 
 @pytest.mark.timeout(300)
@@ -303,6 +323,10 @@ def test_curves_of_two_runs_have_one_range_and_share_the_charts_of_a_page(tmp_pa
     assert [line["label"] for line in json.loads(html.unescape(data))["lines"]] == ["A", "B"]
     assert "<h1>a/version_0 and b/version_0</h1>" in page
     assert "<img" not in page
+    for root in ("one", "two"):
+        curved(tmp_path / root / "logs/version_0", "loss", 1.0)
+    command("compare", "one", "two", "--out", "both.html", cwd=tmp_path)
+    assert "<h1>one/logs/version_0 and two/logs/version_0</h1>" in (tmp_path / "both.html").read_text()
 
 
 def test_a_narrow_list_of_runs_cuts_names_of_metrics_and_no_number(tmp_path: Path) -> None:

@@ -121,6 +121,52 @@ def test_a_script_trains_to_the_losses_of_a_loop_by_hand(tmp_path: Path, capsys:
     assert json.loads(line.removeprefix("losses ")) == pytest.approx(losses_by_hand(), rel=1e-5)
 
 
+METRICS = """
+def compute_metrics(evaluation):
+    error = abs(evaluation.predictions - evaluation.label_ids).mean()
+    return {"error": error, "rows": len(evaluation.predictions)}
+
+
+LOSSES = []
+"""
+
+
+def test_metrics_of_all_predictions_are_those_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = SCRIPT
+    for old, new in (
+        ("return SimpleNamespace(loss=loss)", "return ModelOutput(loss=loss, logits=self.net(inputs))"),
+        ("from types import SimpleNamespace\n", ""),
+        (
+            "import Trainer, TrainingArguments\n",
+            "import Trainer, TrainingArguments\nfrom transformers.utils import ModelOutput\n",
+        ),
+        ("use_cpu=True,", "use_cpu=True,\n        per_device_eval_batch_size=3,"),
+        ("data_collator=collate)", "data_collator=collate, compute_metrics=compute_metrics)"),
+        ("    print(", "    print('metrics', json.dumps({**trainer.evaluate()}))\n    print("),
+        ("\nLOSSES = []\n", METRICS),
+    ):
+        assert program.count(old) == 1
+        program = program.replace(old, new)
+    found = {}
+    for name in ("before", "after"):
+        if name == "after":
+            (file := tmp_path / "train.py").write_text(program)
+            assert main(["migrate", str(file), "--write"]) == 0
+            # The remark about weight_decay names a line of the file as it is now.
+            (remark,) = [line for line in capsys.readouterr().out.splitlines() if "weight_decay" in line]
+            program = file.read_text()
+            assert "seed_everything" in program.splitlines()[int(remark.removeprefix(f"{file}:").partition(":")[0]) - 1]
+        done = run_script(program, str(tmp_path))
+        assert done.returncode == 0, done.stdout
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("metrics ")]
+        found[name] = json.loads(line.removeprefix("metrics "))
+    assert found["after"]["eval_rows"] == 8
+    for key in ("eval_loss", "eval_error", "eval_rows"):
+        assert found["after"][key] == pytest.approx(found["before"][key], rel=1e-5)
+
+
 PROGRAM = """\
 from transformers import AutoModel, Trainer, TrainingArguments
 
@@ -156,6 +202,10 @@ def test_the_defaults_of_transformers_are_written_into_the_program() -> None:
         ("eval_strategy='steps', eval_steps=5, gradient_accumulation_steps=2", ["val_check_interval=(5) * (2)"]),
         ("evaluation_strategy='epoch'", ["trainer.fit(module, train_loader, eval_loader)"]),
         ("lr_scheduler_type='constant'", ["        return optimizer\n"]),
+        (
+            "lr_scheduler_type='cosine'",
+            ["math.cos(math.pi * (step - warmup) / max(1, steps - warmup))", "import math\n"],
+        ),
         ("warmup_ratio=ratio", ["warmup_ratio=ratio", "math.ceil(steps * self.warmup_ratio)", "import math\n"]),
         ("report_to=['wandb']", ['logger="wandb"']),
         ("remove_unused_columns=False", ["collate_fn=transformers.default_data_collator"]),
@@ -221,7 +271,22 @@ def test_a_program_that_is_not_certain_stays_and_all_its_parts_are_listed() -> N
     assert sorted(reasons) == [9, 10, 12]
     assert "optim=" in reasons[9]
     assert "neftune_noise_alpha=5" in reasons[10]
-    assert "callbacks" in reasons[12]
+    assert "metric_for_best_model" in reasons[12]
+
+
+def test_early_stopping_is_translated_if_it_counts_the_same() -> None:
+    stopping = "EarlyStoppingCallback(early_stopping_patience=patience)"
+    more = f", eval_dataset=data, callbacks=[{stopping}]"
+    program = PROGRAM.format(arguments="metric_for_best_model='accuracy', eval_strategy='epoch'", more=more)
+    program = program.replace("import AutoModel,", "import AutoModel, EarlyStoppingCallback,")
+    found = rewritten(program)
+    assert found.left == []
+    assert 'callbacks=[phalanx.callbacks.EarlyStopping("eval_accuracy", mode="max", patience=patience)]' in found.text
+    assert "from transformers import AutoModel\n" in found.text
+    assert 'EarlyStopping("eval_loss", mode="min"' in rewritten(program.replace("'accuracy'", "'eval_loss'")).text
+    for change in (("=patience", "=2, early_stopping_threshold=0.1"), ("'accuracy'", "name"), (stopping, "Mine()")):
+        changed = program.replace(*change)
+        assert rewritten(changed).text == changed
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,25 @@ def test_a_hook_that_is_never_called_is_found_by_the_names_of_phalanx_too(line: 
     assert_left_again(found)
 
 
+def test_a_load_of_trained_weights_is_left_where_a_program_averages_them() -> None:
+    program = """
+    import lightning as L
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    L.Trainer(callbacks=[EMAWeightAveraging(decay=0.9)])
+    L.LightningModule.load_from_checkpoint(path)
+    L.LightningModule.load_from_checkpoint(path, average="ema")
+    """
+    found = rewritten(program)
+    ((line, reason),) = found.left
+    assert line == 6
+    assert "average='ema'" in reason
+    assert_left_again(found)
+    # Its checkpoints have the trained weights there, too.
+    other = program.replace("EMAWeightAveraging", "StochasticWeightAveraging").replace("decay=0.9", "0.1")
+    assert rewritten(other).left == []
+
+
 def test_names_and_values_of_a_program_of_phalanx_stay() -> None:
     before = """
     import phalanx

@@ -282,3 +282,36 @@ def test_clipping_by_value_equals_that_of_ddp() -> None:
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-6)
     assert others == trained
     torch.testing.assert_close(looped, expected_loop, rtol=0, atol=1e-6)
+
+
+def accumulated(shards: bool) -> tuple[list[bool], Tensor]:
+    """Train two windows of three micro-batches; return whether there were gradients after each, and the weights."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FSDPStrategy(accumulate_shards=shards), accumulate=3)
+    fabric.launch()
+    net = network()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    x = torch.linspace(-1, 1, 6 * 24).view(6, 4, 6)[:, fabric.global_rank :: 2]
+    found = []
+    for batch in x:
+        with fabric.accumulate(model):
+            fabric.backward(model(batch).square().mean())
+            found.append(all(parameter.grad is not None for parameter in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+    # Rank 0 has all weights.
+    weights = [each.flatten() for each in fabric.full_state_dict(model).values()]
+    return found, torch.cat(weights) if weights else torch.empty(0)
+
+
+def test_shards_of_gradients_are_accumulated() -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for window in torch.linspace(-1, 1, 6 * 24).view(6, 4, 6).split(3):
+        optimizer.zero_grad()
+        net(window.flatten(0, 1)).square().mean().backward()
+        optimizer.step()
+    expected = torch.cat([each.detach().flatten() for each in net.state_dict().values()])
+    for shards in (False, True):
+        (found, weights), _ = run_on_ranks(2, accumulated, shards)
+        assert found == ([True] * 6 if shards else [False, False, True] * 2)
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)

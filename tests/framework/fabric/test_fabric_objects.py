@@ -90,7 +90,8 @@ def test_a_module_runs_in_the_precision(precision: str, stored: torch.dtype, see
     model = fabric.setup_module(Scorer())
     output = model(torch.ones(1, 2))
     assert model.layer.weight.dtype is model.offset.dtype is stored
-    torch.testing.assert_close(model.rotations, Scorer().rotations, rtol=0, atol=0)
+    torch.testing.assert_close(model.rotations, Scorer().rotations, rtol=0, atol=0, check_dtype=False)
+    assert model.rotations.dtype is (torch.complex128 if stored is torch.float64 else torch.complex64)
     assert model.seen is seen
     assert output.dtype is (torch.float64 if stored is torch.float64 else torch.float32)
     assert torch.get_default_dtype() is torch.float32

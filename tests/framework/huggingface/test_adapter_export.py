@@ -113,9 +113,30 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     trainer.fit(module, row_loader(12, 12))
     with refuses(UnknownNameError, "adapter='defalt'", "'default'"):
         hf.save_adapter(trainer, tmp_path / "adapter", adapter="defalt")
-    with refuses(ConfigurationError, str(tmp_path)):
-        hf.save_adapter(trainer, tmp_path)
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with refuses(ConfigurationError, str(tmp_path / "file")):
+        hf.save_adapter(trainer, tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_run_that_is_repeated_replaces_what_it_wrote(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        trainer = fitted(Adapted("linear").net)
+        for merge, folder in ((False, tmp_path / "adapter"), (True, tmp_path / "merged")):
+            hf.save_adapter(trainer, folder, merge=merge)
+            (folder / "tokenizer.json").write_text(str(seed))
+            assert sorted(path.name for path in tmp_path.glob(".*")) == []
+    expected = logits_of(trainer.module.net)
+    torch.testing.assert_close(logits_of(opened(tmp_path / "adapter", "linear")), expected, rtol=0.0, atol=1e-6)
+    found = type(llama()).from_pretrained(str(tmp_path / "merged"))
+    torch.testing.assert_close(logits_of(found), expected, rtol=1e-4, atol=1e-5)
+    # Transformers would add the adapter to the model that it is merged into.
+    with refuses(ConfigurationError, "merge=False", "config.json"):
+        hf.save_adapter(trainer, tmp_path / "merged")
+    with refuses(ConfigurationError, "merge=True", "adapter_config.json"):
+        hf.save_adapter(trainer, tmp_path / "adapter", merge=True)
+    assert [(tmp_path / name / "tokenizer.json").read_text() for name in ("adapter", "merged")] == ["2", "2"]
 
 
 def fitted(net: Any) -> Any:

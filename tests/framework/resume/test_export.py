@@ -91,6 +91,24 @@ def test_what_is_exported_is_the_model(tmp_path: Path, strategy: str, ranks: int
     assert sorted(path.name for path in tmp_path.iterdir()) == ["after.safetensors", "end", "middle.safetensors"]
 
 
+def test_a_run_that_is_repeated_replaces_what_it_exported(tmp_path: Path) -> None:
+    trainer, module = silent_trainer(max_steps=1, default_root_dir=tmp_path), Tied()
+    trainer.fit(module, loader(8))
+    shards = tmp_path / "shards"
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            module.state_dict()["net.0.weight"].fill_(value)
+        trainer.export(tmp_path / "one.safetensors")
+        trainer.export(shards, max_shard_size="200B" if value == 1.0 else "1KB")
+    assert load_file(tmp_path / "one.safetensors")["net.0.weight"].unique().item() == 2.0
+    home = json.loads((shards / "model.safetensors.index.json").read_text())["weight_map"]
+    assert load_file(shards / home["net.0.weight"])["net.0.weight"].unique().item() == 2.0
+    assert {path.name for path in shards.iterdir()} == {"model.safetensors.index.json", *home.values()}
+    (shards / "notes.txt").write_text("mine")
+    with refuses(ConfigurationError, "shards"):
+        trainer.export(shards, max_shard_size="200B")
+
+
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     trainer = silent_trainer(max_steps=1, default_root_dir=tmp_path)
     with refuses(ConfigurationError, "export"):
@@ -101,8 +119,10 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     found = load_file(tmp_path / "half.safetensors")
     assert torch.equal(found["net.0.weight"], module.state_dict()["net.0.weight"].bfloat16())
     assert found["norm.num_batches_tracked"].dtype == torch.int64
-    with refuses(ConfigurationError, "half.safetensors"):
-        trainer.export(tmp_path / "half.safetensors")
+    (tmp_path / "notes.txt").write_text("mine")
+    with refuses(ConfigurationError, "notes.txt"):
+        trainer.export(tmp_path / "notes.txt")
+    (tmp_path / "notes.txt").unlink()
     with torch.no_grad():
         module.state_dict()["net.0.weight"][0, 0] = 1e6
     with refuses(ConfigurationError, "'net.0.weight'", "1e+06"):

@@ -126,6 +126,68 @@ def test_what_does_not_fit_is_refused_or_left_and_named(tmp_path: Path) -> None:
     assert told[0].filename == __file__
 
 
+class Loading(Drawing):
+    """Has another name for a layer than checkpoints, which ``load_state_dict`` translates."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(width)
+        self.body = self.net[0]
+        _, norm, last = self.net
+        self.net = nn.Sequential(norm, last)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        layers = {f"net.{index}.": f"net.{index - 1}." if index else "body." for index in range(3)}
+        self.loaded = sorted(state_dict)
+        return super().load_state_dict({layers[k[:6]] + k[6:]: v for k, v in state_dict.items()}, *args, **options)
+
+
+def test_an_overridden_load_state_dict_is_called(tmp_path: Path) -> None:
+    path, module = saved(tmp_path)
+    rebuilt = Loading.load_from_checkpoint(path)
+    assert rebuilt.loaded == sorted(module.state_dict())
+    assert torch.equal(rebuilt.get_parameter("body.weight"), module.get_parameter("net.0.weight"))
+    assert torch.equal(rebuilt.get_buffer("net.0.running_mean"), module.get_buffer("net.1.running_mean"))
+
+    class Counting(Drawing):
+        loads = 0
+
+        def load_state_dict(self, *args: Any, **options: Any) -> Any:
+            self.loads += 1
+            return super().load_state_dict(*args, **options)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.net(batch[0]).square().mean())
+
+    assert Counting.load_from_checkpoint(path).loads == 1
+    # A Trainer loads the part of each rank, and says so.
+    counting = Counting(5)
+    silent_trainer(max_steps=1).test(counting, loader(16), ckpt_path=path)
+    assert counting.loads == 0
+
+
+def test_a_hook_on_load_state_dict_is_called(tmp_path: Path) -> None:
+    path, module = saved(tmp_path)
+
+    class Hooked(Drawing):
+        def __init__(self, width: int = 4) -> None:
+            super().__init__(width)
+            self.net.register_load_state_dict_pre_hook(self.scaled)
+
+        def scaled(self, part: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+            state_dict[f"{prefix}0.bias"] = state_dict[f"{prefix}0.bias"] + 1.0
+
+    loaded = Hooked.load_from_checkpoint(path).get_parameter("net.0.bias")
+    assert torch.equal(loaded, module.get_parameter("net.0.bias") + 1.0)
+
+    class Wrong(Hooked):
+        def __init__(self, width: int = 4) -> None:
+            super().__init__(width)
+            self.head = nn.Linear(1, 1)
+
+    with refuses(CheckpointError, "head", "strict=False"):
+        Wrong.load_from_checkpoint(path)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_full_match_is_loaded_silently(tmp_path: Path) -> None:
     path, module = saved(tmp_path)

@@ -55,5 +55,14 @@ def test_a_fused_optimizer_is_named_unless_the_user_chose(
     assert [named in hint for hint in hints] == [True] if named is not None else hints == []
 
 
+def test_an_eps_that_is_zero_in_float16_is_named() -> None:
+    weights = [nn.Parameter(torch.zeros(1, dtype=torch.float16))]
+    cpu = torch.device("cpu")
+    (hint,) = device_hints(cpu, False, [torch.optim.AdamW(weights)])
+    assert "AdamW(eps=1e-08)" in hint
+    assert "bf16-true" in hint
+    assert not list(device_hints(cpu, False, [torch.optim.AdamW(weights, eps=1e-4), torch.optim.SGD(weights)]))
+
+
 def test_a_cpu_has_no_hints() -> None:
     assert not list(device_hints(torch.device("cpu"), True, [optimizer()]))

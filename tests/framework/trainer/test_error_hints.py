@@ -11,8 +11,9 @@ import torch
 from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_script
+from torch import nn
 
-from phalanx import Callback, Trainer
+from phalanx import Callback, Trainer, TrainModule
 from phalanx.callbacks import EarlyStopping, ModelCheckpoint
 from phalanx.errors import CheckpointError, ConfigurationError, MetricError
 
@@ -180,3 +181,25 @@ def test_a_misspelled_mode_gets_the_closest_one(given: str, meant: str) -> None:
         EarlyStopping("val_loss", mode=given)
     with refuses(ConfigurationError, "ModelCheckpoint", f"'{meant}'?"):
         ModelCheckpoint(monitor="val_loss", mode=given)
+
+
+class Listed(TrainModule):
+    """Holds its layers where torch does not find them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [nn.Linear(1, 1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.blocks[0](batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_layers_in_a_list_are_found_where_there_are_no_parameters() -> None:
+    with pytest.raises(ValueError, match="empty parameter list") as caught:
+        silent_trainer(strategy="single", devices=1, max_steps=1).fit(Listed(), loader(8))
+    hint = vars(caught.value)["__notes__"][0]
+    assert "blocks" in hint
+    assert "nn.ModuleList" in hint

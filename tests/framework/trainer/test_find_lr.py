@@ -175,6 +175,11 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], name: str) -> 
         silent_trainer(max_epochs=1, devices=1).find_lr(Regressor(), DataLoader(DATA), **arguments)
 
 
+def test_a_pipeline_is_refused_before_ranks_start() -> None:
+    with refuses(ConfigurationError, "find_lr", "strategy='pipeline'"):
+        silent_trainer(max_epochs=1, devices=2, strategy="pipeline").find_lr(Regressor(), DataLoader(DATA))
+
+
 def test_an_iterator_and_manual_optimization_are_refused() -> None:
     class Manual(Regressor):
         automatic_optimization = False
