@@ -21,6 +21,7 @@ from ..framework.core.degrees import Degrees
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.precision import Precision
 from ..framework.distributed.world import World
+from ..framework.parallel.gradient_averages import average_gradients
 from ..framework.parallel.gradient_operations import FullGradients
 from ..framework.parallel.meta_device import share_buffers, share_tensors
 from ..framework.parallel.recovery import Recovery
@@ -32,6 +33,7 @@ from .context.sharing import NO_COMPILING, attention_of, sharing_sequences
 from .ddp_flags import FlaggedAdapter, GradientFlags
 from .ddp_replica import Replica
 from .fsdp import SplitReplicas
+from .limits import KnownParameters
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 # Arguments of other frameworks, and their equivalents.
@@ -85,6 +87,7 @@ class DDPStrategy(Strategy):
         self._ddp: Replica | None = None
         self._supplied: Collection[str] = ()
         self._trainable: list[bool] = []
+        self._known: KnownParameters | None = None
         self._routed = Routed.LOSS
         self._syncs = True
         self._awaits_backward = False
@@ -133,6 +136,7 @@ class DDPStrategy(Strategy):
         self._trainable = [parameter.requires_grad for parameter in module.parameters()]
         self._routed = routed
         trains = self.world.size > 1 and training and any(self._trainable)
+        self._known = KnownParameters(module, optimizers) if trains else None
         if trains:
             self._check_hook(routed)
         # The passes of windows that may be repeated do not communicate: DDP would only take memory for its buckets.
@@ -190,10 +194,12 @@ class DDPStrategy(Strategy):
         """Wrap the module again if parameters were frozen or unfrozen: DDP's set of them is fixed. Collective."""
         if self._ddp is None or self._trainable == [parameter.requires_grad for parameter in module.parameters()]:
             return False
+        known = self._known
+        assert known is not None
         self.teardown()
         # The hooks of the old wrapper are removed with its last reference, which a reference cycle holds.
         gc.collect()
-        self.setup(module, [], training=True, routed=self._routed)
+        self.setup(module, known.optimizers, training=True, routed=self._routed)
         return True
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -207,6 +213,16 @@ class DDPStrategy(Strategy):
                 # reduced before are equal on all ranks, so the average over ranks leaves them as they are.
                 self.reduce_gradients(_trained(self._ddp.module))
             self._reduces_next = False
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Apply the update. Collective.
+
+        Raises:
+            ConfigurationError: the optimizer has parameters whose gradients are not averaged.
+        """
+        if self._known is not None:
+            self._known.check(optimizer)
+        return super().step(optimizer)
 
     def zero_backward(self) -> None:
         """Run DDP's forward and backward with a loss of zero that depends on every parameter. Collective."""
@@ -223,45 +239,8 @@ class DDPStrategy(Strategy):
             self.backward(loss)
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients in one flat reduction for each dtype. Collective.
-
-        A parameter without gradient on this rank counts as zero if another rank has a gradient, and stays without one
-        if no rank has one. On a CPU the same reduction carries the flags for this. On other devices they are reduced
-        over the host, which would have to wait for the device to read them.
-        """
-        if self.world.size == 1:
-            return
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
-            # Parameters that require no gradient now are included: they may have one from before toggle_optimizer.
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        reduce = self._reduce_group if self.world.device.type == "cpu" else self._reduce_on_device
-        for group in by_dtype.values():
-            reduce(group)
-
-    def _reduce_on_device(self, parameters: list[Tensor]) -> None:
-        present = torch.tensor([float(parameter.grad is not None) for parameter in parameters], dtype=torch.float64)
-        anywhere = self.world.all_reduce(present).tolist()
-        chosen = [parameter for parameter, count in zip(parameters, anywhere, strict=True) if count]
-        if not chosen:
-            return
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
-        flat = self.world.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]), "mean")
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for parameter, gradient, part in zip(chosen, gradients, parts, strict=True):
-            parameter.grad = part.view_as(gradient)
-
-    def _reduce_group(self, parameters: list[Tensor]) -> None:
-        present = [float(parameter.grad is not None) for parameter in parameters]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flags = torch.tensor(present, dtype=gradients[0].dtype, device=gradients[0].device)
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients] + [flags])
-        self.world.all_reduce(flat, "mean")
-        sizes = [gradient.numel() for gradient in gradients] + [len(present)]
-        *parts, anywhere = flat.split(sizes)
-        for parameter, gradient, part, exists in zip(parameters, gradients, parts, anywhere.tolist(), strict=True):
-            if exists > 0:
-                parameter.grad = part.view_as(gradient)
+        """Average gradients in one flat reduction for each dtype. Collective."""
+        average_gradients(self.world, parameters)
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers unless ``broadcast_buffers`` is False, as DDP does in forward. Collective."""
@@ -272,7 +251,7 @@ class DDPStrategy(Strategy):
         """Drop the wrapper, which removes its hooks from the parameters."""
         if self._hook is not None and self._ddp is not None:
             self._hook.release(self._ddp.module.module)
-        self._ddp = self.flags = None
+        self._ddp = self.flags = self._known = None
         self.gradients = FullGradients()
         self._syncs, self._awaits_backward, self._reduces_next = True, False, False
 
