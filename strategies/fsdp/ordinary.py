@@ -6,7 +6,7 @@ a sharded model exists, and only for tensors that are divided like its parameter
 - ``item()`` and the like return the number of the full tensor, also of a sum or norm that ranks hold in parts.
 - An operation with an ordinary tensor, or one that DTensor does not know, gathers; its gradient is the mean over ranks.
 - An operation in place with an ordinary tensor, ``p.data = ...``, and writing to a view of a shard change the shards.
-- A pickle, as of ``torch.save``, holds the full tensor.
+- A pickle, as of ``torch.save``, is refused: programs call it on one rank alone.
 - Random values are those of rank 0's full tensor: ranks would draw the same values for different shards.
 
 All ranks must call these operations, which are collective.
@@ -117,7 +117,7 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
     if name == "__deepcopy__":
         return _copied(first, *args[1:])
     if name == "__reduce_ex__":
-        return _pickled(first, *args[1:])
+        raise no_pickle("a tensor")
     if func is torch.autograd.grad:
         return _differentiated(*args, **kwargs)
     if name in _NUMBERS:
@@ -183,12 +183,13 @@ def _reduced(tensor: Any) -> Any:
     return tensor.redistribute(placements=[Replicate() if each.is_partial() else each for each in tensor.placements])
 
 
-def _pickled(tensor: Any, protocol: Any) -> Any:
-    """Return what pickles a sharded tensor as a full one, which any program can load. Collective."""
-    whole = whole_of_parts(tensor).requires_grad_(tensor.requires_grad)
-    if isinstance(tensor, nn.Parameter):
-        whole = nn.Parameter(whole, tensor.requires_grad)
-    return whole.__reduce_ex__(protocol)
+def no_pickle(what: str) -> ConfigurationError:
+    """Return the error for a pickle, which would hold this rank's shards alone."""
+    return ConfigurationError(
+        f"torch.save, or pickle, of {what} that is sharded would write the part that this rank has: call "
+        "trainer.save_checkpoint or trainer.export, in a Fabric full_state_dict, or save parameter.full_tensor(), "
+        "which all ranks must call."
+    )
 
 
 def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

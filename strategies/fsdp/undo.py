@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
+from .ordinary import no_pickle
+
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -56,7 +58,10 @@ class Footprint:
         self._before = []
 
     def allow_copies(self) -> None:
-        """Let ``copy.deepcopy`` and ``pickle`` copy sharded modules, which torch refuses, as modules that are not."""
+        """Let ``copy.deepcopy`` copy sharded modules, which torch refuses; the copies are not sharded modules.
+
+        Pickles are refused.
+        """
         added = {(id(table), key) for table, key in self._added}
         for part, kind in self._classes:
 
@@ -69,8 +74,8 @@ class Footprint:
                         object.__setattr__(twin, name, copy.deepcopy(value, memo))
                 return twin
 
-            def reduced(protocol: Any, part: nn.Module = part) -> Any:
-                return copy.deepcopy(part).__reduce_ex__(protocol)
+            def reduced(protocol: Any, kind: type[nn.Module] = kind) -> Any:
+                raise no_pickle(f"a {kind.__name__}")
 
             object.__setattr__(part, "__deepcopy__", copied)
             object.__setattr__(part, "__reduce_ex__", reduced)
