@@ -72,7 +72,7 @@ class KnownParameters:
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self.optimizers = list(optimizers)
-        self._known = set(module.parameters())
+        self._known: set[Tensor] = set(module.parameters())
         for optimizer in self.optimizers:
             self._known.update(parameters_of(optimizer))
         self._numbers: dict[Optimizer, int] = {}

@@ -217,9 +217,10 @@ class FSDPStrategy(Strategy):
         self._known, self._pauses = KnownParameters(module, optimizers), {}
         for each in filter(_computes_on_shards, optimizers):
             self._pauses[each] = each.register_step_pre_hook(lambda *_: Ordinary.pause())
-            resume = each.register_step_post_hook(lambda *_: Ordinary.resume())
+            resume = each.register_step_post_hook(_resume)
             # Before those of the user's code.
-            each._optimizer_step_post_hooks.move_to_end(resume.id, last=False)
+            after: Any = each._optimizer_step_post_hooks
+            after.move_to_end(resume.id, last=False)
             self._stop_hooks.append(resume)
         for each in optimizers if routed is Routed.STEP else ():
             self._stop_hooks.append(each.register_step_post_hook(self._after_update))
@@ -270,9 +271,10 @@ class FSDPStrategy(Strategy):
         if self._known is not None:
             self._known.check(optimizer)
         pause = self._pauses.get(optimizer)
-        if pause is not None and next(reversed(optimizer._optimizer_step_pre_hooks)) != pause.id:
+        before: Any = optimizer._optimizer_step_pre_hooks
+        if pause is not None and next(reversed(before)) != pause.id:
             # The last of them, as the hooks of the user's code compute with full tensors.
-            optimizer._optimizer_step_pre_hooks.move_to_end(pause.id)
+            before.move_to_end(pause.id)
         try:
             return super().step(optimizer)
         except RuntimeError as error:
@@ -334,6 +336,10 @@ class FSDPStrategy(Strategy):
             sharded.take_off()
             if self.world.size == 1:
                 sharded.gather(everywhere=True)
+
+
+def _resume(*_: Any) -> None:
+    Ordinary.resume()
 
 
 def _computes_on_shards(optimizer: Optimizer) -> bool:

@@ -190,7 +190,7 @@ class Trust(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for each in self.param_groups[0]["params"]:
             scale = each.norm().item() / (float(each.grad.norm()) + 0.1)
             largest = self.state[each].setdefault("largest", torch.zeros(each.shape))
