@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..framework.core.degrees import Degrees
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.precision import Precision
 from ..framework.distributed.world import World
+from ..framework.parallel.gradient_averages import average_gradients
 from ..framework.parallel.gradient_operations import FullGradients
 from ..framework.parallel.meta_device import share_buffers, share_tensors
 from ..framework.parallel.recovery import Recovery
@@ -32,7 +34,9 @@ from .context.sharing import NO_COMPILING, attention_of, sharing_sequences
 from .ddp_flags import FlaggedAdapter, GradientFlags
 from .ddp_replica import Replica
 from .fsdp import SplitReplicas
+from .limits import KnownParameters
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 # Arguments of other frameworks, and their equivalents.
 _ELSEWHERE = {
@@ -84,7 +88,10 @@ class DDPStrategy(Strategy):
         self._hook = CommunicationHook(*given) if any(each is not None for each in given) else None
         self._ddp: Replica | None = None
         self._supplied: Collection[str] = ()
+        self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
+        self._adapter: StepAdapter | None = None
+        self._known: KnownParameters | None = None
         self._routed = Routed.LOSS
         self._syncs = True
         self._awaits_backward = False
@@ -130,9 +137,11 @@ class DDPStrategy(Strategy):
         self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool, routed: Routed = Routed.LOSS
     ) -> list[Optimizer]:
         """Make all ranks start from rank 0's weights; when training, wrap an adapter around the module. Collective."""
-        self._trainable = [parameter.requires_grad for parameter in module.parameters()]
+        self._parameters = list(module.parameters())
+        self._trainable = list(map(_REQUIRES_GRAD, self._parameters))
         self._routed = routed
         trains = self.world.size > 1 and training and any(self._trainable)
+        self._known = KnownParameters(module, optimizers) if trains else None
         if trains:
             self._check_hook(routed)
         # The passes of windows that may be repeated do not communicate: DDP would only take memory for its buckets.
@@ -151,32 +160,34 @@ class DDPStrategy(Strategy):
 
     def _wrap(self, module: nn.Module, routed: Routed) -> None:
         hook = self._hook
-        adapter = StepAdapter(module)
-        # A hook may change gradients in ways that a flag does not survive, so the flags are a message of their own.
-        if routed is Routed.LOSS and hook is None:
-            adapter = flagged = FlaggedAdapter(module, self.world.device)
-            self.flags = GradientFlags(flagged.participation)
+        # Kept when the module is wrapped again, which may be within a window: the flags are those of the window.
+        if self._adapter is None:
+            self._adapter = StepAdapter(module)
+            # A hook may change gradients in ways that a flag does not survive, so the flags are a message of their own.
+            if routed is Routed.LOSS and hook is None:
+                self._adapter = flagged = FlaggedAdapter(module, self.world.device)
+                self.flags = GradientFlags(flagged.participation)
         if self._arguments.get("init_sync", True):
             # torch's own way copies 250 MiB of the weights at a time into a buffer, also those that are loaded later.
             group = torch.distributed.group.WORLD
             assert group is not None
             _verify_param_shape_across_processes(group, _trained(module))
             share_tensors(module, self.world, self._supplied)
-        self._ddp = Replica(adapter, **{**self._arguments, "init_sync": False})
+        self._ddp = Replica(self._adapter, **{**self._arguments, "init_sync": False})
         if hook is not None:
             self.gradients = hook.register(self._ddp, module)
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return a call of ``step`` through DDP when training; evaluation needs no communication."""
-        ddp = self._ddp
         step = step if self._sequences is None else self._sequences.routed(step)
-        if not training or ddp is None:
+        if not training or self._ddp is None:
             return step
 
         def routed(*args: Any, **kwargs: Any) -> Any:
+            self._wrap_again()
             self._awaits_backward = True
             self._reduces_next = self._syncs
-            return ddp(step, *args, **kwargs)
+            return step(*args, **kwargs) if self._ddp is None else self._ddp(step, *args, **kwargs)
 
         return routed
 
@@ -187,13 +198,21 @@ class DDPStrategy(Strategy):
             self._ddp.require_backward_grad_sync = self._syncs = enabled
 
     def trainability_changed(self, module: nn.Module) -> bool:
-        """Wrap the module again if parameters were frozen or unfrozen: DDP's set of them is fixed. Collective."""
-        if self._ddp is None or self._trainable == [parameter.requires_grad for parameter in module.parameters()]:
+        """Wrap the module again if parameters were added, frozen or unfrozen. Collective."""
+        self._parameters = list(module.parameters())
+        return self._wrap_again()
+
+    def _wrap_again(self) -> bool:
+        """Wrap the module again if DDP's set of trained parameters, which is fixed, is another one now. Collective."""
+        if self._ddp is None or self._trainable == list(map(_REQUIRES_GRAD, self._parameters)):
             return False
-        self.teardown()
+        module, known, syncs = self._ddp.module.module, self._known, self._syncs
+        assert known is not None
+        self._unwrap()
         # The hooks of the old wrapper are removed with its last reference, which a reference cycle holds.
         gc.collect()
-        self.setup(module, [], training=True, routed=self._routed)
+        self.setup(module, known.optimizers, training=True, routed=self._routed)
+        self.sync_gradients(syncs)
         return True
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -208,8 +227,19 @@ class DDPStrategy(Strategy):
                 self.reduce_gradients(_trained(self._ddp.module))
             self._reduces_next = False
 
+    def step(self, optimizer: Optimizer) -> bool:
+        """Apply the update. Collective.
+
+        Raises:
+            ConfigurationError: the optimizer has parameters whose gradients are not averaged.
+        """
+        if self._known is not None:
+            self._known.check(optimizer)
+        return super().step(optimizer)
+
     def zero_backward(self) -> None:
         """Run DDP's forward and backward with a loss of zero that depends on every parameter. Collective."""
+        self._wrap_again()
         ddp = self._ddp
         if ddp is not None:
             self.sync_gradients(True)
@@ -223,45 +253,8 @@ class DDPStrategy(Strategy):
             self.backward(loss)
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients in one flat reduction for each dtype. Collective.
-
-        A parameter without gradient on this rank counts as zero if another rank has a gradient, and stays without one
-        if no rank has one. On a CPU the same reduction carries the flags for this. On other devices they are reduced
-        over the host, which would have to wait for the device to read them.
-        """
-        if self.world.size == 1:
-            return
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
-            # Parameters that require no gradient now are included: they may have one from before toggle_optimizer.
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        reduce = self._reduce_group if self.world.device.type == "cpu" else self._reduce_on_device
-        for group in by_dtype.values():
-            reduce(group)
-
-    def _reduce_on_device(self, parameters: list[Tensor]) -> None:
-        present = torch.tensor([float(parameter.grad is not None) for parameter in parameters], dtype=torch.float64)
-        anywhere = self.world.all_reduce(present).tolist()
-        chosen = [parameter for parameter, count in zip(parameters, anywhere, strict=True) if count]
-        if not chosen:
-            return
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
-        flat = self.world.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]), "mean")
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for parameter, gradient, part in zip(chosen, gradients, parts, strict=True):
-            parameter.grad = part.view_as(gradient)
-
-    def _reduce_group(self, parameters: list[Tensor]) -> None:
-        present = [float(parameter.grad is not None) for parameter in parameters]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flags = torch.tensor(present, dtype=gradients[0].dtype, device=gradients[0].device)
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients] + [flags])
-        self.world.all_reduce(flat, "mean")
-        sizes = [gradient.numel() for gradient in gradients] + [len(present)]
-        *parts, anywhere = flat.split(sizes)
-        for parameter, gradient, part, exists in zip(parameters, gradients, parts, anywhere.tolist(), strict=True):
-            if exists > 0:
-                parameter.grad = part.view_as(gradient)
+        """Average gradients in one flat reduction for each dtype. Collective."""
+        average_gradients(self.world, parameters)
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers unless ``broadcast_buffers`` is False, as DDP does in forward. Collective."""
@@ -270,9 +263,13 @@ class DDPStrategy(Strategy):
 
     def teardown(self) -> None:
         """Drop the wrapper, which removes its hooks from the parameters."""
+        self._unwrap()
+        self._adapter = self.flags = self._known = None
+
+    def _unwrap(self) -> None:
         if self._hook is not None and self._ddp is not None:
             self._hook.release(self._ddp.module.module)
-        self._ddp = self.flags = None
+        self._ddp = None
         self.gradients = FullGradients()
         self._syncs, self._awaits_backward, self._reduces_next = True, False, False
 

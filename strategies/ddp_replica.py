@@ -23,6 +23,8 @@ class Replica(nn.parallel.DistributedDataParallel):
         # Otherwise torch reverses the buckets itself.
         self._is_reversed = bool(arguments.get("static_graph") or not arguments.get("find_unused_parameters"))
         super().__init__(module, **arguments)
+        # Of those that DDP waits for, whatever is frozen later.
+        self._names = [n.removeprefix("module.module.") for n, one in self.named_parameters() if one.requires_grad]
         if not self._delay_all_reduce_all_params:
             # What torch itself does for a rank that has run out of data. No effect if the buckets are fixed already, as
             # with find_unused_parameters.
@@ -56,7 +58,7 @@ class Replica(nn.parallel.DistributedDataParallel):
     def _unused(self, message: str) -> str:
         """Return the names of the parameters whose indices are in torch's message."""
         match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
-        names = [name.removeprefix("module.module.") for name, one in self.named_parameters() if one.requires_grad]
+        names = self._names
         order = range(len(names))[:: -1 if self._is_reversed else 1]
         found = [names[index] for index in sorted(order[int(number)] for number in match[1].split())] if match else []
         return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "") or "some"

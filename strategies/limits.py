@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterable
+
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..framework.core.errors import ConfigurationError
+from ..framework.core.optimizer_config import parameters_of
 from ..framework.core.split_optimizer import optimizers_in
-from ..framework.core.wording import a_type
+from ..framework.core.wording import a_type, counted
 
 # With these the update of an element depends on others of its parameter.
 _FULL_PARAMETERS = frozenset(
@@ -57,6 +60,44 @@ def check_independent(optimizer: Optimizer, strategy: str) -> None:
                 f"{type(part).__name__} needs full tensors, and strategy={strategy!r} leaves each rank a part of "
                 "them: use an optimizer that updates each parameter independently, such as AdamW, or strategy='ddp'."
             )
+
+
+class KnownParameters:
+    """The parameters whose gradients a strategy averages, and the optimizers that may update no others.
+
+    Args:
+        module: a module that is set up.
+        optimizers: its optimizers.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        self._known: set[Tensor] = set(module.parameters())
+        for optimizer in self.optimizers:
+            self._known.update(parameters_of(optimizer))
+        self._numbers: dict[Optimizer, int] = {}
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Record parameters that the strategy has taken over."""
+        self._known.update(parameters)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse parameters that an optimizer was given since the strategy has looked last.
+
+        Raises:
+            ConfigurationError: there are some; each rank would update its own copy by its own gradient.
+        """
+        number = sum(len(group["params"]) for group in optimizer.param_groups)
+        if number == self._numbers.get(optimizer):
+            return
+        new = sum(each not in self._known for each in parameters_of(optimizer))
+        if new:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} was given {counted(new, 'parameter')} within an epoch, and ranks do not "
+                "average their gradients yet: add layers with their parameter groups in on_train_epoch_start or "
+                "earlier, in a Fabric before setup."
+            )
+        self._numbers[optimizer] = number
 
 
 def _kinds(optimizer: Optimizer) -> set[str]:

@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.split_optimizer import optimizers_in
 from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
+from ...framework.parallel.gradient_averages import average_gradients
 from ...framework.parallel.meta_device import replace_tensors, supplied_names
 from ...framework.parallel.strategy import StepAdapter, StepFunction
 from ..limits import updates_full_parameters
@@ -103,6 +105,7 @@ class ShardedModel:
         self.syncs = True
         self._unreduced = False
         self._trainable = self._trainables()
+        self._added: list[Tensor] = []
         prepare_gathering(self.parts)
         carry_writes(self.parts, adapter, any(part._compiled_call_impl for part in module.modules()))
         self.checks = PassChecks(self.parts)
@@ -200,7 +203,16 @@ class ShardedModel:
                 part.set_requires_gradient_sync(enabled, recurse=False)
 
     def backward(self, loss: Tensor, options: dict[str, Any]) -> None:
-        """Compute gradients, also within the outermost call, whose parameters then stay gathered. Collective."""
+        """Compute gradients, also within the outermost call, whose parameters then stay gathered. Collective.
+
+        Raises:
+            ConfigurationError: gradients of chosen parameters are requested.
+        """
+        if options.get("inputs") is not None:
+            raise ConfigurationError(
+                "backward(inputs=...) names parameters, and forward passes use gathered copies of those that are "
+                "sharded: set requires_grad = False on the others before the forward pass."
+            )
         inside = self.sharding.backward_inside
         if inside and loss.requires_grad:
             # Otherwise gradients of the root are reduced only if a unit takes part.
@@ -211,6 +223,8 @@ class ShardedModel:
             loss.backward(**options)
             if self.hooks:
                 self.hooks.end()
+            if self._added and self.syncs:
+                average_gradients(self.world, self._added)
         self.checks.forget()
         self._unreduced = not self.syncs
         if inside:
@@ -236,6 +250,18 @@ class ShardedModel:
             for part in self.parts:
                 for group in fsdp_groups(part):
                     group._init_mp_dtypes()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take over parameters that were added since set-up: every rank holds them in full. Collective if there are.
+
+        The module must hold its sharded parameters.
+        """
+        known = set(self._added)
+        self._added = [each for each in self.module.parameters() if not isinstance(each, DTensor)]
+        for each in self._added:
+            if each not in known:
+                self.world.broadcast(each)
 
     def _trainables(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.module.parameters()]

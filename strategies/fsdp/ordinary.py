@@ -6,6 +6,7 @@ a sharded model exists, and only for tensors that are divided like its parameter
 - ``item()`` and the like return the number of the full tensor, also of a sum or norm that ranks hold in parts.
 - An operation with an ordinary tensor, or one that DTensor does not know, gathers; its gradient is the mean over ranks.
 - An operation in place with an ordinary tensor, ``p.data = ...``, and writing to a view of a shard change the shards.
+- A pickle, as of ``torch.save``, is refused: programs call it on one rank alone.
 - Random values are those of rank 0's full tensor: ranks would draw the same values for different shards.
 
 All ranks must call these operations, which are collective.
@@ -115,6 +116,10 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
         return _set(func, *args)
     if name == "__deepcopy__":
         return _copied(first, *args[1:])
+    if name == "__reduce_ex__":
+        raise no_pickle("a tensor")
+    if func is torch.autograd.grad:
+        return _differentiated(*args, **kwargs)
     if name in _NUMBERS:
         return _on_full(func, args, kwargs)
     if name in _RANDOM:
@@ -160,6 +165,7 @@ def _read(func: Any, name: str, args: Any, kwargs: Any, first: Any) -> Any:
         mesh = first.device_mesh
         same = {"device_mesh": mesh, "placements": [Replicate()] * mesh.ndim, "run_check": False}
         result = tree_map_only(Tensor, partial(DTensor.from_local, **same), result)
+    result = tree_map_only(DTensor, _reduced, result)
     if name in _VIEWS:
         for number, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
             # DTensor may have gathered a copy.
@@ -167,17 +173,57 @@ def _read(func: Any, name: str, args: Any, kwargs: Any, first: Any) -> Any:
     return result
 
 
+def _reduced(tensor: Any) -> Any:
+    """Return a result of which ranks hold parts that are no terms of a sum as the whole: torch would add them up."""
+    parts = [each for each in tensor.placements if each.is_partial()]
+    if not parts or (
+        tensor.is_floating_point() and all(type(each) is Partial and each.is_partial("sum") for each in parts)
+    ):
+        return tensor
+    return tensor.redistribute(placements=[Replicate() if each.is_partial() else each for each in tensor.placements])
+
+
+def no_pickle(what: str) -> ConfigurationError:
+    """Return the error for a pickle, which would hold this rank's shards alone."""
+    return ConfigurationError(
+        f"torch.save, or pickle, of {what} that is sharded would write the part that this rank has: call "
+        "trainer.save_checkpoint or trainer.export, in a Fabric full_state_dict, or save parameter.full_tensor(), "
+        "which all ranks must call."
+    )
+
+
+def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute derivatives by sharded parameters.
+
+    Raises:
+        ConfigurationError: one of them has no part in the outputs, as forward passes use gathered copies.
+    """
+    try:
+        found = _of_torch(torch.autograd.grad, (outputs, inputs, *args), kwargs)
+    except RuntimeError as error:
+        if "not have been used in the graph" not in str(error):
+            raise
+        found = (None,)
+    wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
+    if any(each is None and (len(found) == 1 or is_sharded(one)) for one, each in zip(wanted, found, strict=False)):
+        raise ConfigurationError(
+            "torch.autograd.grad was asked for the gradient of a sharded parameter, and forward passes use a gathered "
+            "copy of it: call backward, or manual_backward, and read parameter.grad."
+        )
+    return found
+
+
 def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a tensor that is sharded in the same way, with its gradient."""
+    """Return a deep copy that is sharded in the same way; as in torch, without the gradient of a parameter."""
     if id(tensor) not in memo:
         if not tensor.is_leaf:
             raise RuntimeError("only tensors that are not results of an operation with gradients can be deep-copied")
         twin: Any = like(tensor, local_of(tensor).clone())
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=False)
-        memo[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
-        if tensor.grad is not None:
+        elif tensor.grad is not None:
             twin.grad = like(tensor.grad, local_of(tensor.grad).clone())
+        memo[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
     return memo[id(tensor)]
 
 

@@ -16,18 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ...framework.core.arguments import check_names
 from ...framework.core.degrees import Degrees, Layout
-from ...framework.core.errors import LoopError
+from ...framework.core.errors import ConfigurationError, LoopError
 from ...framework.core.precision import Precision
+from ...framework.core.split_optimizer import optimizers_in
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ..context import ContextParallel
 from ..context.sharing import attention_of, sharing_sequences
-from ..limits import check_dense, check_independent
+from ..limits import KnownParameters, check_dense, check_independent
 from .activations import Checkpointed, check_checkpointing
 from .arguments import ELSEWHERE, check_arguments, check_flags, check_precision, mixed_policy, why_not_compiled
 from .experts import ExpertMeshes, check_experts
@@ -119,6 +121,8 @@ class FSDPStrategy(Strategy):
         self._sharded: ShardedModel | None = None
         self._routed = Routed.LOSS
         self._stop_hooks: list[Any] = []
+        self._pauses: dict[Optimizer, RemovableHandle] = {}
+        self._known: KnownParameters | None = None
 
     # ---- before the process group exists --------------------------------------------------------------------------
 
@@ -216,7 +220,14 @@ class FSDPStrategy(Strategy):
         self.flags = OrderFlags(self.world, sharded.checks) if training and self.world.size > 1 else None
         self.sync_buffers(module)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
-        self._stop_hooks += [each.register_step_post_hook(self._end_update) for each in optimizers]
+        self._known, self._pauses = KnownParameters(module, optimizers), {}
+        for each in filter(_computes_on_shards, optimizers):
+            self._pauses[each] = each.register_step_pre_hook(lambda *_: Ordinary.pause())
+            resume = each.register_step_post_hook(_resume)
+            # Before those of the user's code.
+            after: Any = each._optimizer_step_post_hooks
+            after.move_to_end(resume.id, last=False)
+            self._stop_hooks.append(resume)
         for each in optimizers if routed is Routed.STEP else ():
             self._stop_hooks.append(each.register_step_post_hook(self._after_update))
         return list(optimizers)
@@ -228,10 +239,6 @@ class FSDPStrategy(Strategy):
         """Free parameters that a forward pass without backward has left gathered, as they would miss the update."""
         if self._sharded is not None:
             self._sharded.reshard()
-        Ordinary.pause()
-
-    def _end_update(self, *_: Any) -> None:
-        Ordinary.resume()
 
     def _after_update(self, *_: Any) -> None:
         """Gather parameters again that the rest of the step may use. Collective."""
@@ -260,11 +267,38 @@ class FSDPStrategy(Strategy):
             else:
                 self._sharded.backward(loss, options)
 
+    def step(self, optimizer: Optimizer) -> bool:
+        """Apply the update. Collective.
+
+        Raises:
+            ConfigurationError: the optimizer has parameters whose gradients are not averaged, state that is an ordinary
+                tensor, or an operation that shards lack.
+        """
+        if self._known is not None:
+            self._known.check(optimizer)
+        pause = self._pauses.get(optimizer)
+        before: Any = optimizer._optimizer_step_pre_hooks
+        if pause is not None and next(reversed(before)) != pause.id:
+            # The last of them, as the hooks of the user's code compute with full tensors.
+            before.move_to_end(pause.id)
+        try:
+            return super().step(optimizer)
+        except RuntimeError as error:
+            if (sentence := _of_shards(optimizer, str(error))) is None:
+                raise
+            raise ConfigurationError(sentence) from error
+        finally:
+            if pause is not None:
+                Ordinary.resume()
+
     def trainability_changed(self, module: nn.Module) -> bool:
         """Apply changes of ``requires_grad`` since set-up; return False. Collective."""
         if self._sharded is not None:
             self._sharded.reshard()
             self._sharded.refresh()
+            self._sharded.adopt()
+            assert self._known is not None
+            self._known.add(module.parameters())
             if self._routed is Routed.STEP:
                 # The root stays gathered within a step that toggles parameters.
                 self._sharded.root.unshard()
@@ -300,11 +334,37 @@ class FSDPStrategy(Strategy):
     def teardown(self) -> None:
         """Remove torch's hooks and classes from the module; on a single rank its weights are ordinary again."""
         sharded, self._sharded = self._sharded, None
-        for hook in self._stop_hooks:
+        for hook in (*self._stop_hooks, *self._pauses.values()):
             hook.remove()
-        self._stop_hooks, self.flags = [], None
+        self._stop_hooks, self._pauses, self.flags, self._known = [], {}, None, None
         if sharded is not None:
             self.state = ShardedState(self.world)
             sharded.take_off()
             if self.world.size == 1:
                 sharded.gather(everywhere=True)
+
+
+def _resume(*_: Any) -> None:
+    Ordinary.resume()
+
+
+def _computes_on_shards(optimizer: Optimizer) -> bool:
+    """Whether the step is one of torch's, which may compute on shards; one of the user's code may read any number."""
+    kinds = {type(part).step.__module__.partition(".")[0] for part in optimizers_in(optimizer)}
+    return kinds <= {"torch", "torchao"}
+
+
+def _of_shards(optimizer: Optimizer, error: str) -> str | None:
+    """Return a sentence for an error of torch's about shards in the step of an optimizer; None for another error."""
+    name = type(optimizer).__name__
+    if "got mixed torch.Tensor and DTensor" in error:
+        return (
+            f"{name} has state that is an ordinary tensor, and its parameters are sharded: change state in place, as "
+            "with copy_ or zero_, or make it with torch.zeros_like(parameter)."
+        )
+    if "Sharding propagation failed" in error:
+        return (
+            f"{name} runs an operation in its step that torch does not have for shards: set its attribute "
+            "updates_full_parameters = True before the fit, or use another optimizer."
+        )
+    return None

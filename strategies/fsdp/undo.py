@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
+from .ordinary import no_pickle
+
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -32,6 +34,7 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_COPYING = ("__deepcopy__", "__reduce_ex__")
 _ADDED_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied")
 
 
@@ -55,7 +58,10 @@ class Footprint:
         self._before = []
 
     def allow_copies(self) -> None:
-        """Let ``copy.deepcopy`` copy sharded modules, which torch refuses; the copies are not sharded modules."""
+        """Let ``copy.deepcopy`` copy sharded modules, which torch refuses; the copies are not sharded modules.
+
+        Pickles are refused.
+        """
         added = {(id(table), key) for table, key in self._added}
         for part, kind in self._classes:
 
@@ -64,19 +70,24 @@ class Footprint:
                 for name, value in vars(part).items():
                     if name in _HOOKS:
                         value = type(value)((key, hook) for key, hook in value.items() if (id(value), key) not in added)
-                    if name not in (*_ADDED_ATTRIBUTES, STATE_KEY, REGISTRY_KEY, "__deepcopy__"):
+                    if name not in (*_ADDED_ATTRIBUTES, STATE_KEY, REGISTRY_KEY, *_COPYING):
                         object.__setattr__(twin, name, copy.deepcopy(value, memo))
                 return twin
 
+            def reduced(protocol: Any, kind: type[nn.Module] = kind) -> Any:
+                raise no_pickle(f"a {kind.__name__}")
+
             object.__setattr__(part, "__deepcopy__", copied)
+            object.__setattr__(part, "__reduce_ex__", reduced)
 
     def undo(self) -> None:
         """Revert the recorded changes."""
         for table, key in self._added:
             table.pop(key, None)
         for part, kind in self._classes:
-            # No ordinary way: the attribute may be missing.
-            vars(part).pop("__deepcopy__", None)
+            # No ordinary way: attributes may be missing.
+            for name in _COPYING:
+                vars(part).pop(name, None)
             # No ordinary way: `fully_shard` has replaced the class of the user's module, which stays the same object.
             part.__class__ = kind
         for part in self._parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,6 +79,8 @@ class Program(TrainModule):
 
     def configure_optimizers(self) -> Any:
         trained = [each for each in self.parameters() if each.requires_grad]
+        if "optimizer" in self.actions:
+            return self.actions["optimizer"](trained)
         return torch.optim.SGD(trained, lr=0.2, momentum=0.5)
 
 
@@ -163,6 +166,65 @@ def writes(module: Any) -> None:
     module.blocks[1].load_state_dict({"lin.bias": torch.ones(4)}, strict=False)
 
 
+def parts(module: Any) -> None:
+    weight = module.blocks[0].lin.weight.detach()
+    module.seen += [
+        float(weight.norm(4, dim=0).sum()),
+        float((weight > 0.2).any(0).sum()),
+        float(weight.norm(3, 0).max()),
+    ]
+
+
+def train_copy(module: Any) -> None:
+    twin = copy.deepcopy(module.blocks[1].lin)
+    with torch.enable_grad():
+        twin(X[:6]).square().mean().backward()
+    torch.optim.SGD(twin.parameters(), lr=0.5).step()
+    module.seen += [float(each.detach().norm()) for each in twin.parameters()]
+
+
+class Trust(torch.optim.Optimizer):
+    """Steps of a length relative to the parameter's, by numbers, with state of its own kinds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            scale = each.norm().item() / (float(each.grad.norm()) + 0.1)
+            largest = self.state[each].setdefault("largest", torch.zeros(each.shape))
+            largest.copy_(torch.maximum(largest, each.grad.abs()))
+            each.data = each.data - 0.1 * scale * each.grad / (1 + largest)
+
+
+def hook_steps(module: Any) -> None:
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        gradients = [each.grad for each in optimizer.param_groups[0]["params"] if each.grad is not None]
+        total = sum(float(each.square().sum()) for each in gradients) ** 0.5
+        for each in gradients:
+            each.mul_(0.1 / (total + 0.1))
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        module.seen.append(float(module.blocks[0].lin.weight.detach().norm()))
+
+    module.trainer.optimizers[0].register_step_pre_hook(before)
+    module.trainer.optimizers[0].register_step_post_hook(after)
+
+
+def add_layer(module: Any) -> None:
+    if not hasattr(module, "late"):
+        module.late = nn.Linear(4, 2)
+        with torch.no_grad():
+            module.late.weight.copy_(torch.arange(8.0).view(2, 4) * (0.1 + module.global_rank))
+            module.late.bias.zero_()
+        module.trainer.optimizers[0].add_param_group({"params": list(module.late.parameters()), "lr": 0.1})
+
+
+def with_layer(module: Any, x: Tensor) -> Any:
+    return module.late(x).square().mean() if hasattr(module, "late") else 0.0
+
+
 PROGRAMS: dict[str, dict[str, Callable[..., Any]]] = {
     "average": {"step": average},
     "average_data": {"step": average_data},
@@ -178,6 +240,11 @@ PROGRAMS: dict[str, dict[str, Callable[..., Any]]] = {
     "hooks_and_penalty": {"init": hooked, "step": lambda module: 0.1 * module.blocks[1].lin.weight.square().sum()},
     "gradients": {"after_backward": gradients},
     "writes": {"batch_end": writes},
+    "parts": {"step": parts, "batch_end": parts},
+    "copy": {"batch_end": train_copy},
+    "own_optimizer": {"optimizer": Trust},
+    "step_hooks": {"fit_start": hook_steps},
+    "layer_later": {"fit_start": add_layer, "extra": with_layer},
 }
 
 
@@ -300,6 +367,26 @@ def reshaped(module: Any) -> None:
     module.head.weight.data = torch.zeros(5, 4)
 
 
+def assign_state(module: Any) -> None:
+    for state in module.trainer.optimizers[0].state.values():
+        state["momentum_buffer"] = torch.ones(state["momentum_buffer"].shape)
+
+
+def differentiate(module: Any) -> None:
+    torch.autograd.grad(module.blocks[0](X).sum(), module.blocks[0].lin.weight)
+
+
+class Chosen(Program):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx), inputs=list(self.blocks[0].parameters()))
+
+
+def save(what: Callable[[Any], Any]) -> Callable[[Any], None]:
+    return lambda module: torch.save(what(module), io.BytesIO())
+
+
 def refusals() -> list[str]:
     def said(function: Callable[[], Any]) -> str:
         with pytest.raises((ConfigurationError, DesyncError)) as caught:
@@ -325,6 +412,12 @@ def refusals() -> list[str]:
         said(lambda: set_up(layer)),
         said(lambda: set_up(Scaled())),
         said(lambda: set_up(nn.Embedding(4, 2, max_norm=1.0))),
+        said(lambda: fit(Program(batch_end=assign_state))),
+        said(lambda: fit(Program(batch_end=add_layer, extra=with_layer))),
+        said(lambda: fit(Program(step=differentiate))),
+        said(lambda: fit(Chosen())),
+        said(lambda: fit(Program(batch_end=save(lambda module: module.head.state_dict())))),
+        said(lambda: fit(Program(epoch_end=save(lambda module: module.blocks[0])))),
     ]
 
 
@@ -341,6 +434,12 @@ def test_what_sharded_weights_cannot_do_is_refused() -> None:
         "complex",
         "float64",
         "max_norm",
+        "zeros_like",
+        "on_train_epoch_start",
+        "torch.autograd.grad",
+        "inputs",
+        "a tensor",
+        "a Block",
     ]
     for message, name in zip(first, names, strict=True):
         says(message, name)
