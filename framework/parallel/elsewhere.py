@@ -88,6 +88,6 @@ def guard_absent(module: nn.Module) -> None:
 def unguard(module: nn.Module, kind: type[Elsewhere] = NotGathered) -> None:
     """Make parameters of a class ordinary ones again; they stay on the meta device."""
     for parameter in module.parameters():
-        if type(parameter) is kind:
+        if isinstance(parameter, kind):
             # No ordinary way: the user's object, which modules hold, gets its own class back.
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
