@@ -42,6 +42,7 @@ class SplitParameters(UseOfParameters):
         self._arrived.clear()
 
     def _arrive(self, parameter: Tensor) -> None:
+        self.update.arrives()
         if id(parameter) in self._arrived:
             names = {id(one): name for name, one in self.update.engine.module.module.named_parameters()}
             raise arrived_twice(names[id(parameter)], 3)

@@ -35,6 +35,47 @@ def saved_slot(slot: str, value: Any, flat: Tensor, piece: Piece, swapped: bool)
     return value
 
 
+def numbers_in(slots: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
+    """Return the slots of a parameter that have no value for each of its elements; None without any slots."""
+    without_dims = not full_shape(parameter)
+    found = {}
+    for slot, value in slots.items():
+        # A parameter without dims has moments without dims.
+        is_moment = isinstance(value, Tensor) and slot != "step" and (without_dims or value.dim() > 0)
+        if value is not None and not is_moment and not is_stored(value):
+            found[slot] = value
+    return found if slots else None
+
+
+def as_sent(numbers: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return numbers as other processes get them: tensors as their values and dtypes."""
+    if numbers is None:
+        return None
+    return {
+        slot: (value.dtype, value.item()) if isinstance(value, Tensor) else value for slot, value in numbers.items()
+    }
+
+
+def as_held(sent: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Undo ``as_sent``."""
+    if sent is None:
+        return None
+    return {
+        slot: torch.tensor(value[1], dtype=value[0])
+        if isinstance(value, tuple) and isinstance(value[0], torch.dtype)
+        else value
+        for slot, value in sent.items()
+    }
+
+
+def are_equal(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two parameters have the same numbers, in whatever types."""
+    if one is None or other is None:
+        return one is other
+    plain = [{slot: v.item() if isinstance(v, Tensor) else v for slot, v in each.items()} for each in (one, other)]
+    return plain[0] == plain[1]
+
+
 def step_counter(count: float, flat: Tensor, ints: bool, fused: bool) -> Any:
     """Return a step counter as an optimizer counts; see ``filled_slots`` for the arguments."""
     device = flat.device if fused and flat.device.type != "cpu" else torch.device("cpu")
