@@ -344,9 +344,8 @@ class EngineState(PartitionedState):
                         self.piece_steps.settle(number)
                         self._set_numbers(piece, numbers, key)
                     if slots and not own:
-                        own = inner.state[key] = {}
-                        if numbers and "step" in numbers:
-                            own["step"] = step_counter(0.0, flat, counts_in_ints(inner), reads_step_on_device(inner))
+                        # Where the group steps as a whole, these are those of all its parameters.
+                        own = inner.state[key] = dict(self.piece_steps.numbers_of(piece.parameter, None) or {})
                     for slot, value in slots.items():
                         if slot not in (numbers or ()):
                             self._write_slot(own, slot, value, flat, piece)

@@ -15,6 +15,10 @@ from ...framework.parallel.canonical_state import Slots, is_stored
 from .pieces import Piece, full_shape
 
 
+# Slots without dims of torch's optimizers.
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+
+
 def counts_in_ints(optimizer: Any) -> bool:
     """Whether an optimizer counts its steps in ints, as DeepSpeed's Adams do, and not in tensors as torch's."""
     return hasattr(optimizer, "adam_w_mode")
@@ -41,7 +45,7 @@ def numbers_in(slots: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | 
     found = {}
     for slot, value in slots.items():
         # A parameter without dims has moments without dims.
-        is_moment = isinstance(value, Tensor) and slot != "step" and (without_dims or value.dim() > 0)
+        is_moment = isinstance(value, Tensor) and (value.dim() > 0 or (without_dims and slot not in _NUMBERS))
         if value is not None and not is_moment and not is_stored(value):
             found[slot] = value
     return found if slots else None
@@ -102,7 +106,7 @@ def filled_slots(
         for slot, value in slots.items():
             if slot == "step" or value is None:
                 continue
-            if isinstance(value, Tensor) and not full_shape(piece.parameter):
+            if isinstance(value, Tensor) and not full_shape(piece.parameter) and slot not in _NUMBERS:
                 # A parameter without dims has moments without dims, which a checkpoint stores like numbers.
                 value = HeldTensor(value)
             if not is_stored(value):

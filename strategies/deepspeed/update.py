@@ -36,6 +36,8 @@ class EngineUpdate:
         """The gradients that ``parameter.grad`` has given to the user."""
         self.holds_gradients = False
         """Whether a backward pass has begun since the last update."""
+        # Whether no gradient has arrived since the last update: autograd.grad begins a pass, too.
+        self._is_empty = True
         self.ends_window = True
         """Whether the next backward pass, or the last one, ends its window."""
         self._raw: Tensor | None = None
@@ -69,7 +71,7 @@ class EngineUpdate:
                 with kept_counts(self.engine.module) if options.get("retain_graph") else nullcontext():
                     self.engine.backward(loss, scale_wrt_gas=False, **options)
             finally:
-                self._running = False
+                self._running = self._is_empty = False
             self._end()
 
     def reduce(self) -> None:
@@ -134,12 +136,14 @@ class EngineUpdate:
 
     def arrives(self) -> None:
         """Note that a gradient arrives, which may be the first sign of a pass that user code has started itself."""
+        self._is_empty = False
         if not (self._running or self._running_outside):
             self.engine._backward_prologue()
 
     def _end_outside(self) -> None:
         if self._running_outside:
             self._running_outside = False
+            self._is_empty = self._is_empty and len(self._stage.unused()) == len(self.state.groups.trained)
             self._end()
 
     # ---- the gradient of one parameter ----------------------------------------------------------------------------
@@ -195,10 +199,12 @@ class EngineUpdate:
             return
         lent = self.lent.take()
         with engine_runs:
-            if not self.holds_gradients:
+            if self._is_empty:
                 # Without a backward pass each rank may have set one of its own, such as that of its own loss.
                 lent = [(parameter, self._averaged(gradient)) for parameter, gradient in lent]
-                self._close()
+                self._is_empty = False
+                if not self.holds_gradients:
+                    self._close()
             self.lent.write(lent)
         self._forget_norm()
 
@@ -292,7 +298,7 @@ class EngineUpdate:
         self.zero.clip_grad = 0.0
         self._forget_norm()
         self.holds_gradients = self._reduced = False
-        self._first = self._used_up = True
+        self._first = self._is_empty = self._used_up = True
         self._dropped = set(unused)
         self.follow.after()
         # False if the gradients have overflowed under the engine's own loss scale.
@@ -314,7 +320,7 @@ class EngineUpdate:
         self.zero.clip_grad = 0.0
         self._forget_norm()
         self.holds_gradients = self._reduced = False
-        self._first = True
+        self._first = self._is_empty = True
 
     def scale_by_loss_scale(self, factor: float) -> None:
         """Multiply gradients through the loss scale that the next step divides by: no pass over them is needed."""
