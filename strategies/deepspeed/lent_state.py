@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,9 +18,6 @@ from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.split_optimizer import optimizers_in
 from .state_slots import counts_in_ints
-
-if TYPE_CHECKING:
-    from .state import EngineState
 
 _NO_VALUE = object()
 
@@ -32,18 +29,18 @@ class LentState(MutableMapping[Any, Any]):
 
     Args:
         optimizer: the user's optimizer. The engine gets the state that it has.
-        held: the state that the engine holds.
+        held: the ``EngineState``, which reads and writes the pieces.
 
     Raises:
         ConfigurationError: the optimizer has the state of an engine that has ended.
     """
 
-    def __init__(self, optimizer: Optimizer, held: EngineState) -> None:
+    def __init__(self, optimizer: Optimizer, held: Any) -> None:
         before = optimizer.state
         if isinstance(before, LentState):
             before._engine()
         self._optimizer: Optimizer | None = optimizer
-        self._held: EngineState | None = held
+        self._held: Any = held
         pieces = [(number, piece) for number, group in enumerate(held.groups.groups) for piece in group]
         self._places = {id(piece.parameter): (number, piece) for number, piece in pieces}
         self._trained = [one for one in parameters_of(optimizer) if id(one) in self._places]
@@ -65,7 +62,7 @@ class LentState(MutableMapping[Any, Any]):
         self._other = {key: value for key, value in state.items() if id(key) not in self._places}
         self._lent = {id(one): state.get(one, {}) for one in self._trained}
 
-    def _engine(self) -> EngineState:
+    def _engine(self) -> Any:
         if self._held is None:
             raise ConfigurationError(
                 "the state of this optimizer was in DeepSpeed's engine, which has ended: read it in on_fit_end, save a "

@@ -52,6 +52,9 @@ class SplitParameters(UseOfParameters):
 
     def reduce(self, engine: Any) -> None:
         """Complete the gradients, which backward passes have reduced."""
+        if not (self.zero.offload_optimizer or self.zero.averaged_gradients):
+            # No pass has run.
+            self.zero.independent_gradient_partition_epilogue()
         self.complete()
 
     def write(self, parameter: Any, gradient: Tensor) -> None:

@@ -14,7 +14,6 @@ from ...framework.checkpoint.write_plan import Shard
 from ...framework.parallel.canonical_state import Slots, is_stored
 from .pieces import Piece, full_shape
 
-
 # Slots without dims of torch's optimizers.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 

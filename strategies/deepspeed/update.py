@@ -77,8 +77,18 @@ class EngineUpdate:
     def reduce(self) -> None:
         """End the window if no backward pass has. Collective."""
         if not self._reduced:
+            self._check_dropped()
             with engine_runs:
                 self._close()
+
+    def _check_dropped(self) -> None:
+        """Refuse an update with gradients that the last one has used, which torch's optimizers would apply again."""
+        if self._used_up and len(self._dropped) < len(self.state.groups.trained):
+            raise LoopError(
+                "an update was requested while the gradients of the last one had not been dropped, and DeepSpeed's "
+                "engine has used them up, so it can neither apply them again nor add to them: call "
+                "optimizer.zero_grad() after each update."
+            )
 
     def _begin(self) -> None:
         self._take_back()
@@ -271,12 +281,7 @@ class EngineUpdate:
 
     def step(self) -> bool:
         """Update the weights; return whether the update was applied. Collective."""
-        if self._used_up and len(self._dropped) < len(self.state.groups.trained):
-            raise LoopError(
-                "an update was requested while the gradients of the last one had not been dropped, and DeepSpeed's "
-                "engine has used them up, so it can neither apply them again nor add to them: call "
-                "optimizer.zero_grad() after each update."
-            )
+        self._check_dropped()
         self._check_order()
         self.follow.before()
         # The user's schedulers change the groups of the user's optimizer, which the engine does not read.

@@ -1,4 +1,4 @@
-"""Under ZeRO, ``optimizer.state``, groups, hooks and gradients that stay mean what they mean with torch's optimizers."""
+"""Under ZeRO, ``optimizer.state``, groups, hooks and gradients that stay mean what they mean in one process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 from messages import says
 from mixture import PLACES
+from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import Fabric
+from phalanx import Fabric, TrainModule
 from phalanx.errors import PhalanxError
 from phalanx.strategies import DeepSpeedStrategy
 
@@ -249,3 +251,175 @@ def test_gradients_are_dropped_zeroed_and_set_as_in_torch(place: str) -> None:
     expected = dropped(None)
     for found in run_on_ranks(2, dropped, place):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- hooks on the step, and two engines ------------------------------------------------------------------------------
+
+
+def hooked(place: str | None) -> Any:
+    program = Program(None if place is None else trainer_of(place))
+
+    def halve(optimizer: Any, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def note(optimizer: Any, *_: Any) -> None:
+        program.seen += [float(one.detach().norm()) for one in optimizer.param_groups[0]["params"]]
+
+    program.optimizer.register_step_pre_hook(halve)
+    program.optimizer.register_step_post_hook(note)
+    return program.run(lambda program: None)
+
+
+def adversarial(place: str | None) -> list[Any]:
+    """Train a generator through a discriminator, which is called twice for a loss."""
+    fabric = None if place is None else trainer_of(place)
+    one, other = Program(fabric), Program(fabric)
+    if fabric is not None:
+        one.net, one.optimizer = fabric.setup(one.net, one.optimizer)
+        other.net, other.optimizer = fabric.setup(other.net, other.optimizer)
+
+    def update(loss: Tensor, optimizer: Any) -> None:
+        loss.backward() if fabric is None else fabric.backward(loss)
+        optimizer.step()
+
+    for step in range(3):
+        x = torch.randn(12, 5, generator=torch.Generator().manual_seed(step)).chunk(one.ranks)[one.rank]
+        fake = functional.pad(one.net(x, 0), (0, 2))
+        other.optimizer.zero_grad()
+        update(other.net(fake.detach(), 0).mean() - other.net(x, 0).square().mean(), other.optimizer)
+        one.optimizer.zero_grad()
+        update(other.net(fake, 0).square().mean(), one.optimizer)
+    outputs = [program.net(torch.eye(5), 0).detach().clone() for program in (one, other)]
+    if fabric is not None:
+        fabric.free_memory()
+    return outputs
+
+
+def together(place: str | None) -> list[Any]:
+    return [hooked(place), adversarial(place)]
+
+
+@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero2-offload"])
+def test_hooks_on_a_step_and_models_that_train_each_other(place: str) -> None:
+    expected = together(None)
+    for found in run_on_ranks(2, together, place):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class InStep(TrainModule):
+    """Calls torch's own ``backward`` in its training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = Turns()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for part in batch[0].split(len(batch[0]) // 2):
+            (0.5 * functional.mse_loss(self.net(part, 0), part[:, :3])).backward()
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self.net)
+
+
+def in_step(strategy: str, ranks: int) -> list[Tensor]:
+    module = InStep()
+    rows = TensorDataset(torch.randn(24, 5, generator=torch.Generator().manual_seed(1)))
+    loader = DataLoader(rows, batch_size=8 // ranks)
+    silent_trainer(strategy=strategy, devices=ranks, max_epochs=1).fit(module, loader)
+    return [one.detach().clone() for one in module.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_step_may_call_backward_of_torch(strategy: str) -> None:
+    expected = in_step("single", 1)
+    torch.testing.assert_close(run_on_ranks(2, in_step, strategy, 2)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+class Normed(torch.optim.Optimizer):
+    """Divides each gradient by its norm."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad / parameter.grad.norm(), alpha=-0.1)
+
+
+def attempt(fabric: Any, what: str) -> None:
+    program = Program(fabric, Normed if what == "norms" else adamw)
+    net = program.net
+    if what == "memory":
+        net.second.weight.data = net.third.weight.data
+    elif what == "left out":
+        program.optimizer = adamw(net.first)
+    elif what == "unfrozen":
+        net.third.requires_grad_(False)
+    program.net, program.optimizer = fabric.setup(net, program.optimizer)
+    for _ in range(2):
+        program.backward(False)
+        if what == "left out":
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        elif what == "group":
+            program.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        elif what == "unfrozen":
+            net.third.requires_grad_(True)
+        elif what == "layers":
+            # Each rank uses another layer.
+            fabric.backward(program.net(torch.ones(2, 5), fabric.global_rank).sum())
+        program.optimizer.step()
+        if what == "shape":
+            program.optimizer.state[net.first.weight]["exp_avg"] = torch.zeros(2)
+        if what != "twice":
+            program.optimizer.zero_grad()
+
+
+def refused(strategy: str, what: str) -> str:
+    fabric = Fabric(accelerator="cpu", devices="auto", strategy=strategy)
+    with pytest.raises(PhalanxError) as caught:
+        attempt(fabric, what)
+    fabric.free_memory()
+    return str(caught.value)
+
+
+def kept_after(strategy: str) -> str:
+    fabric = Fabric(accelerator="cpu", devices="auto", strategy=strategy)
+    program = Program(fabric)
+    optimizer = program.optimizer
+    program.run(lambda program: None)
+    with pytest.raises(PhalanxError) as caught:
+        len(optimizer.state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what", "name"),
+    [
+        ("zero2", "norms", "Normed"),
+        ("zero2", "memory", "'second.weight'"),
+        ("zero2", "left out", "requires_grad_(False)"),
+        ("zero3", "group", "AdamW"),
+        ("zero2", "unfrozen", "requires_grad"),
+        ("zero3", "unfrozen", "requires_grad"),
+        ("zero2", "twice", "zero_grad"),
+        ("zero2", "shape", "'exp_avg'"),
+        ("zero3", "layers", "different layers"),
+    ],
+)
+def test_what_an_engine_cannot_follow_is_refused(strategy: str, what: str, name: str) -> None:
+    says(run_on_ranks(2, refused, strategy, what)[0], name)
+
+
+def test_the_state_of_an_engine_that_has_ended_is_refused() -> None:
+    says(run_on_ranks(2, kept_after, "zero2")[0], "on_fit_end")
