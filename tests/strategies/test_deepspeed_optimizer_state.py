@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from messages import says
 from mixture import PLACES
 from models import silent_trainer
 from ranks import run_on_ranks
@@ -418,8 +417,8 @@ def kept_after(strategy: str) -> str:
     ],
 )
 def test_what_an_engine_cannot_follow_is_refused(strategy: str, what: str, name: str) -> None:
-    says(run_on_ranks(2, refused, strategy, what)[0], name)
+    assert name in run_on_ranks(2, refused, strategy, what)[0]
 
 
 def test_the_state_of_an_engine_that_has_ended_is_refused() -> None:
-    says(run_on_ranks(2, kept_after, "zero2")[0], "on_fit_end")
+    assert "on_fit_end" in run_on_ranks(2, kept_after, "zero2")[0]
