@@ -122,8 +122,8 @@ class ManualOptimizer:
             self._average.reduce()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients."""
-        if self._reduced_before:
+        """Drop gradients, or set them to zero."""
+        if self._reduced_before and set_to_none:
             self._run.strategy.zero_grad(self.optimizer)
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)

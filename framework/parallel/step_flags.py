@@ -12,7 +12,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from ..core.errors import DesyncError
 from ..distributed.world import Pending, World
+
+# Squares of marks, summed over thousands of ranks, are exact in float64.
+_FACTOR, _MARK = 40_503, (1 << 20) - 1
 
 
 class StepFlags(ABC):
@@ -56,6 +60,66 @@ class MessageFlags(StepFlags):
         flags, pending = self._sent
         pending.wait()
         with_loss, nonfinite = flags.tolist()
+        return with_loss > 0, nonfinite > 0
+
+
+class RunOrder:
+    """The order in which modules have run, whose collectives must match over the ranks."""
+
+    def __init__(self) -> None:
+        self.mark = 0
+        """A hash, below 2**20, of the order since it was last compared."""
+        self.is_sent = False
+        """Whether the flags of this window hold it."""
+
+    def note(self, number: int) -> None:
+        """Note that a module runs, given by its number, the same on all ranks."""
+        self.mark = (self.mark * _FACTOR + number) & _MARK
+
+    def take(self) -> tuple[int, int]:
+        """Return the sums that show whether ranks have the same order, and begin another."""
+        mark, self.mark = self.mark, 0
+        return mark, mark * mark
+
+    @staticmethod
+    def check(world: World, mark: float, squared: float) -> None:
+        """Compare the orders of the ranks, given by the sums over them.
+
+        Raises:
+            DesyncError: they differ.
+        """
+        if world.size * squared != mark * mark:
+            raise DesyncError(
+                "the ranks have run different layers in this step, such as a layer that one of them skips, and a "
+                "strategy that shards weights gathers those of each layer on all ranks at once: run the same layers on "
+                "all ranks, multiplying by 0 what should not count, or use strategy='ddp_find_unused_parameters_true'."
+            )
+
+
+class OrderFlags(MessageFlags):
+    """The flags of a step, in one message with a hash of the modules that have run."""
+
+    def __init__(self, world: World, order: RunOrder) -> None:
+        super().__init__(world)
+        self._order = order
+
+    def send(self, has_loss: bool, nonfinite: bool) -> None:
+        """Launch the reduction. Collective."""
+        flags = torch.tensor((has_loss, nonfinite, *self._order.take()), dtype=torch.float64)
+        self._order.is_sent = True
+        self._sent = flags, self._world.control_reduce(flags)
+
+    def read(self, checks_losses: bool) -> tuple[bool, bool]:
+        """Wait for the reduction. Collective.
+
+        Raises:
+            DesyncError: on all ranks; they have run different modules.
+        """
+        assert self._sent is not None
+        flags, pending = self._sent
+        pending.wait()
+        with_loss, nonfinite, mark, squared = flags.tolist()
+        self._order.check(self._world, mark, squared)
         return with_loss > 0, nonfinite > 0
 
 

@@ -43,8 +43,11 @@ class StrategyOptimizer:
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients."""
-        self._strategy.zero_grad(self.optimizer)
+        """Drop gradients, or set them to zero."""
+        if set_to_none:
+            self._strategy.zero_grad(self.optimizer)
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
 
     def take_applied(self) -> bool:
         """Return whether the updates requested since the last call were applied."""

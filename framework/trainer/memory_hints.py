@@ -55,7 +55,9 @@ def _named_tensors(run: Run) -> Iterator[tuple[str, str, int]]:
     for name, buffer in run.module.named_buffers():
         yield "buffers", name, _bytes(buffer)
     for optimizer in run.optimizers:
-        for trained, slots in optimizer.state.items():
+        # The state that this rank holds, which may be in another optimizer than the user's.
+        held = run.strategy.state.stepping_optimizer(optimizer)
+        for trained, slots in held.state.items() if held is not None else ():
             for slot, value in slots.items() if isinstance(slots, Mapping) else ():
                 if isinstance(value, Tensor):
                     owner = names.get(trained, "a parameter")

@@ -31,6 +31,7 @@ class LentGradients:
         full: gathers the gradient of a parameter; None if it has none. Collective.
         write: replaces the gradient of a parameter in the engine.
         exist: whether the engine holds gradients.
+        drop: called for a parameter whose gradient is dropped after an update, with whether it becomes one of zeros.
     """
 
     def __init__(
@@ -38,9 +39,12 @@ class LentGradients:
         full: Callable[[nn.Parameter], Tensor | None] = lambda _: None,
         write: Callable[[nn.Parameter, Tensor | None], None] = lambda *_: None,
         exist: Callable[[], bool] = lambda: False,
+        drop: Callable[[nn.Parameter, bool], None] = lambda *_: None,
     ) -> None:
-        self._full, self._write, self.exist = full, write, exist
+        self._full, self._write, self.exist, self._drop = full, write, exist, drop
         self._lent: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
+        self.left_out: set[int] = set()
+        """Parameters, by ``id``, that would have gradients without the engine, which computes those of its own only."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._lent
@@ -64,12 +68,24 @@ class LentGradients:
                 f"assigned grad has data of a different size: {tuple(gradient.shape)} for a parameter of "
                 f"{full_shape(parameter)}"
             )
-        self._lent[id(parameter)] = parameter, gradient
+        if gradient is None and not self.exist():
+            self.drop(parameter, False)
+        else:
+            self._lent[id(parameter)] = parameter, gradient
 
-    def take_back(self) -> None:
-        """Write the gradients into the engine."""
+    def drop(self, parameter: nn.Parameter, to_zero: bool) -> None:
+        """Drop a gradient that an update has used, or replace it by one of zeros."""
+        self._lent.pop(id(parameter), None)
+        self._drop(parameter, to_zero)
+
+    def take(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """Return the gradients, which the engine takes over."""
         lent = list(self._lent.values())
         self._lent.clear()
+        return lent
+
+    def write(self, lent: list[tuple[nn.Parameter, Tensor | None]]) -> None:
+        """Write gradients into the engine."""
         with torch.no_grad():
             for parameter, gradient in lent:
                 self._write(parameter, gradient)
@@ -80,8 +96,18 @@ class LentGradients:
 
 
 _OWNERS: dict[int, LentGradients] = {}
-# The packages that look at parameters for their own sake, while user code runs.
-_OTHERS = ("deepspeed.", "torch._dynamo.", "torch._subclasses.", "torch._functorch.", "torch._inductor.", "torch.fx.")
+# The packages that look at parameters for their own sake, while user code runs, and the hint of a rank without memory,
+# which no other rank answers.
+_HINTS = f"{__name__.partition('.strategies.')[0]}.framework.trainer.memory_hints"
+_OTHERS = (
+    _HINTS,
+    "deepspeed.",
+    "torch._dynamo.",
+    "torch._subclasses.",
+    "torch._functorch.",
+    "torch._inductor.",
+    "torch.fx.",
+)
 _INSIDE = 0
 
 
@@ -147,9 +173,19 @@ def _get_grad(parameter: nn.Parameter) -> Any:
     if _is_plain(parameter):
         return _GRAD.__get__(parameter)
     gradients = _OWNERS[id(parameter)]
+    caller = sys._getframe(1)
     # Functions that drop gradients look first whether there are any.
-    dropped = sys._getframe(1).f_code.co_name == "zero_grad" and not gradients.exist()
-    return None if dropped else gradients.get(parameter)
+    drops, is_left_out = caller.f_code.co_name == "zero_grad", id(parameter) in gradients.left_out
+    if drops and (is_left_out or not gradients.exist()):
+        gradients.drop(parameter, caller.f_locals.get("set_to_none") is False)
+        return None
+    if is_left_out:
+        raise ConfigurationError(
+            "parameter.grad of a parameter that is in no group of the optimizer was read, and DeepSpeed's engine "
+            "computes the gradients of the optimizer's parameters alone: freeze it with requires_grad_(False) before "
+            "the set-up, put it into a group with a learning rate of 0, or use strategy='ddp'."
+        )
+    return gradients.get(parameter)
 
 
 def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:

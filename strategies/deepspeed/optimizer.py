@@ -1,14 +1,16 @@
 """The optimizer that DeepSpeed's engine steps: DeepSpeed's equivalent of the user's optimizer, or a copy of it.
 
 The engine puts flat pieces of the master weights where an optimizer had the module's parameters. So the user's
-object is never passed to the engine: it only holds the hyperparameters, which every step reads, and no state.
+object is never passed to the engine: it holds the hyperparameters, which every step reads, and lends its state.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-from collections import defaultdict
+import operator
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,8 +28,11 @@ from .arguments import ZeroOptions
 
 _log = logging.getLogger(__name__)
 
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 _NOT_FOLLOWED = ("params", "fused", "foreach")
+# The packages whose optimizers are known.
+_KNOWN = ("torch.optim.", "deepspeed.")
 # Options of torch's Adam that DeepSpeed's Adam lacks.
 _TORCH_ONLY = ("amsgrad", "maximize", "differentiable")
 
@@ -39,12 +44,11 @@ def engine_size(parameter: Tensor) -> int:
 
 def trained_groups(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]]:
     """Return the groups that hold parameters trained by the engine, with these parameters."""
-    groups = []
-    for group in optimizer.param_groups:
-        trained = [one for one in group["params"] if one.requires_grad and engine_size(one)]
-        if trained:
-            groups.append((group, trained))
-    return groups
+    return [(group, trained) for group in optimizer.param_groups if (trained := _trained(group))]
+
+
+def _trained(group: Mapping[str, Any]) -> list[Tensor]:
+    return [one for one in group["params"] if one.requires_grad and engine_size(one)]
 
 
 def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOptions) -> None:
@@ -61,6 +65,13 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOp
             f"{type(needy[0]).__name__} needs full tensors, and ZeRO stage {options.stage} leaves each rank flat "
             "pieces of them: use an optimizer that updates each element independently, such as AdamW, or "
             "strategy='ddp'."
+        )
+    mixing = [part for part in parts if not _is_elementwise(part)]
+    if mixing:
+        raise ConfigurationError(
+            f"the update that {type(mixing[0]).__name__} makes of an element depends on other elements, as by a norm, "
+            f"and ZeRO stage {options.stage} leaves each rank flat pieces of parameters: use an optimizer that updates "
+            "each element independently, such as AdamW, or strategy='ddp'."
         )
     switching = [part for part in parts if switches_weights(part)]
     if switching:
@@ -89,6 +100,32 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOp
             f"{name} cannot be offloaded as the config's zero_force_ds_cpu_optimizer asks: use torch.optim.AdamW or "
             "Adam, or set it to false, which steps torch's own on the CPU."
         )
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer updates some elements alone as it does among others; True if that cannot be tried."""
+    if type(optimizer).__module__.startswith(_KNOWN):
+        return True
+    values = torch.linspace(-1.0, 1.0, 12)
+
+    def updated(count: int) -> Tensor:
+        parameter = nn.Parameter(values[:count].clone())
+        tried = _copy_of(optimizer, [(optimizer.param_groups[0], [parameter])])
+        for name, value in vars(tried).items():
+            if isinstance(value, (list, dict)) and name not in ("state", "param_groups"):
+                setattr(tried, name, copy.copy(value))
+        for scale in (1.0, 0.3, 2.0):
+            parameter.grad = scale * values.flip(0)[:count].square()
+            tried.step()
+        return parameter.detach()
+
+    try:
+        with torch.random.fork_rng(devices=()):
+            some, again, among = updated(5), updated(5), updated(12)[:5]
+    except Exception:
+        return True
+    # One that adds noise differs from itself.
+    return not torch.equal(some, again) or torch.allclose(some, among, rtol=1e-3, atol=1e-6)
 
 
 def check_one_dtype(module: nn.Module, optimizer: Optimizer, computes: torch.dtype | None, strategy: str) -> None:
@@ -207,6 +244,8 @@ def _copy_of(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[T
         # A scheduler has replaced the step method of the user's object, which counts calls; the copy must not have it.
         if name != "step":
             setattr(copied, name, value)
+    # Those that the user has set expect the user's object; see `Following`.
+    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     copied.state = defaultdict(dict)
     copied.param_groups = [{**group, "params": list(params)} for group, params in groups]
     return copied
@@ -220,18 +259,71 @@ def plain(value: Any) -> Any:
 
 
 class Following:
-    """Copies hyperparameters that have changed from the user's groups to the engine's before each update."""
+    """Lets the engine's update follow the user's optimizer: its hyperparameters and its hooks.
 
-    def __init__(self, optimizer: Optimizer, inner: Optimizer) -> None:
-        mine = [group for group, _ in trained_groups(optimizer)]
+    Args:
+        optimizer: the user's optimizer.
+        inner: the optimizer that the engine steps.
+        frozen: parameters that the engine does not train, and that must not be unfrozen.
+        strategy: the name of the strategy, for errors.
+    """
+
+    def __init__(self, optimizer: Optimizer, inner: Optimizer, frozen: Sequence[Tensor], strategy: str) -> None:
+        self._optimizer, self._frozen, self._strategy = optimizer, frozen, strategy
+        # Not the dicts: load_state_dict replaces them.
+        mine = [place for place, group in enumerate(optimizer.param_groups) if _trained(group)]
         self._pairs = [
-            (group, own, tuple(key for key in own if key in group and key not in _NOT_FOLLOWED))
-            for group, own in zip(mine, inner.param_groups, strict=True)
+            (place, own, tuple(key for key in own if key in optimizer.param_groups[place] and key not in _NOT_FOLLOWED))
+            for place, own in zip(mine, inner.param_groups, strict=True)
         ]
+        self._members = [(group["params"], len(group["params"])) for group in optimizer.param_groups]
+
+    def _has_other_members(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        # The lists and their lengths: comparing all parameters would take longer than copying hyperparameters.
+        return len(groups) != len(self._members) or any(
+            group["params"] is not members or len(members) != count
+            for group, (members, count) in zip(groups, self._members, strict=True)
+        )
+
+    def check_frozen(self) -> None:
+        """Refuse parameters that were unfrozen. To be called where parameters are torch's own.
+
+        Raises:
+            ConfigurationError: the engine has no state for one of them.
+        """
+        if sum(map(_REQUIRES_GRAD, self._frozen)):
+            raise ConfigurationError(
+                f"a parameter was unfrozen during training under strategy={self._strategy!r}, whose flat tensors are "
+                "fixed when it starts: set requires_grad before the set-up, with a learning rate of 0 for what is not "
+                "to move yet, or use strategy='ddp' or 'fsdp'."
+            )
+
+    def before(self) -> None:
+        """Call the hooks that user code has set on the step of its optimizer, which the engine does not call."""
+        for hook in tuple(self._optimizer._optimizer_step_pre_hooks.values()):
+            hook(self._optimizer, (), {})
+
+    def after(self) -> None:
+        """Call the hooks after the step."""
+        for hook in tuple(self._optimizer._optimizer_step_post_hooks.values()):
+            hook(self._optimizer, (), {})
 
     def __call__(self) -> None:
-        """Copy every hyperparameter that has changed."""
-        for group, own, keys in self._pairs:
+        """Copy every hyperparameter that has changed.
+
+        Raises:
+            ConfigurationError: parameters were added to the groups or removed.
+        """
+        groups = self._optimizer.param_groups
+        if self._has_other_members(groups):
+            raise ConfigurationError(
+                f"the parameter groups of {type(self._optimizer).__name__} were changed during training under "
+                f"strategy={self._strategy!r}, whose flat tensors are fixed when it starts: give the optimizer all "
+                "parameters at the start, with a learning rate of 0 where they are not to move yet, or use "
+                "strategy='ddp' or 'fsdp'."
+            )
+        for place, own, keys in self._pairs:
+            group = groups[place]
             for key in keys:
                 value = group[key]
                 if value is not own[key] and own[key] != value:

@@ -1,22 +1,23 @@
 """Updates that leave out parameters without a gradient, as torch's optimizers do.
 
 DeepSpeed gives its optimizer one flat tensor for a group of parameters, with one step counter. Once a parameter has no
-gradient in a window, the optimizer steps on the pieces of the others, each with its range of the flat state and a step
-counter of its own. Updates in which all parameters have gradients from the start need none of this.
+gradient in a window, the optimizer steps on the pieces of the others, each with its range of the flat state and its own
+numbers, such as a step counter. Updates in which all parameters have gradients from the start need none of this.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .pieces import FlatGroups, Piece
+from .pieces import FlatGroups, Piece, is_flat
 
-_NEVER = object()
+Numbers = Mapping[str, Any]
+"""The slots of a parameter that are no ranges of flat tensors, such as its step counter."""
 
 
 class PieceSteps:
@@ -29,7 +30,8 @@ class PieceSteps:
     def __init__(self, groups: FlatGroups) -> None:
         self._groups, self._inner = groups, groups.inner
         self._numbers = {id(flat): number for number, flat in enumerate(groups.flats)}
-        self._steps: dict[int, Any] = {}
+        # None for a parameter without state, since no update has changed it.
+        self._own: dict[int, Numbers | None] = {}
         self._unused: Set[int] = frozenset()
         self._stepping: list[tuple[Any, Piece, nn.Parameter]] = []
         self._replaced: list[tuple[dict[str, Any], list[Any]]] = []
@@ -40,21 +42,24 @@ class PieceSteps:
         """Leave parameters, by ``id``, out of the next update, unless another rank has a gradient for them."""
         self._unused = unused
 
-    def step_of(self, parameter: Tensor, shared: Any) -> Any:
-        """Return the step counter of a parameter.
+    def numbers_of(self, parameter: Tensor, shared: Numbers | None) -> Numbers | None:
+        """Return the numbers of a parameter; ``shared``, those of its group, if it has none of its own."""
+        return self._own.get(id(parameter), shared)
 
-        Returns:
-            0 if the optimizer does not count, None if the parameter has no state, since no update has changed it, and
-            ``shared``, the counter of its group, if it has none of its own.
-        """
-        step = self._steps.get(id(parameter), shared)
-        return None if step is _NEVER else 0 if step is None else step
+    def load(self, parameter: Tensor, numbers: Numbers | None) -> None:
+        """Set the numbers of a parameter; None if it has no state."""
+        self._own[id(parameter)] = numbers
 
-    def load(self, parameter: Tensor, step: Any, has_state: bool) -> None:
-        """Set the step counter of a parameter; None for an optimizer that does not count."""
-        self._steps[id(parameter)] = step if has_state else _NEVER
+    def settle(self, number: int) -> None:
+        """Give the parameters of a group numbers of their own, before those of the group change."""
+        flat = self._groups.flats[number]
+        for piece in self._groups.groups[number]:
+            if id(piece.parameter) not in self._own:
+                self._own[id(piece.parameter)] = copy.deepcopy(shared_numbers(self._inner.state.get(flat)))
 
     def _begin(self, optimizer: Any, *_: Any) -> None:
+        if optimizer is not self._inner:
+            return
         for group in optimizer.param_groups:
             self._replaced.append((group, group["params"]))
             group["params"] = [one for flat in group["params"] for one in self._pieces(flat)]
@@ -64,48 +69,49 @@ class PieceSteps:
         if number is None:
             return [flat]
         found = []
+        self.settle(number)
         state = self._inner.state.get(flat, {})
         for piece in self._groups.groups[number]:
             key = id(piece.parameter)
-            if key not in self._steps:
-                self._steps[key] = copy.deepcopy(state.get("step")) if state else _NEVER
             gradient = flat.grad.narrow(0, piece.offset, piece.length)
             # Only one that no rank has used has a gradient of zero alone.
             if key in self._unused and not gradient.any():
                 continue
             view = nn.Parameter(flat.detach().narrow(0, piece.offset, piece.length))
             view.grad = gradient
-            if self._steps[key] is not _NEVER:
-                self._inner.state[view] = {
-                    slot: self._steps[key] if slot == "step" else _part(value, flat, piece)
-                    for slot, value in state.items()
-                }
+            own = self._own[key]
+            if own is not None:
+                parts = {slot: value for slot, value in state.items() if is_flat(value)}
+                parts = {slot: value.narrow(0, piece.offset, piece.length) for slot, value in parts.items()}
+                self._inner.state[view] = {**parts, **own}
             self._stepping.append((flat, piece, view))
             if piece.length:
                 found.append(view)
         return found
 
     def _end(self, optimizer: Any, *_: Any) -> None:
+        if optimizer is not self._inner:
+            return
         while self._replaced:
             group, params = self._replaced.pop()
             group["params"] = params
         for flat, piece, view in self._stepping:
             own, state = self._inner.state.pop(view, {}), self._inner.state[flat]
+            numbers = {}
             for slot, value in own.items():
-                if isinstance(value, Tensor) and slot != "step" and value.numel() == view.numel():
+                if isinstance(value, Tensor) and slot != "step" and value.shape == view.shape:
                     if slot not in state:
                         state[slot] = torch.zeros_like(flat.data, dtype=value.dtype)
                     part = state[slot].narrow(0, piece.offset, piece.length)
                     if part.data_ptr() != value.data_ptr():
                         part.copy_(value)
                 else:
-                    state[slot] = value
+                    state[slot] = numbers[slot] = value
             if piece.length:
-                self._steps[id(piece.parameter)] = own.get("step")
+                self._own[id(piece.parameter)] = numbers
         self._stepping.clear()
 
 
-def _part(value: Any, flat: Tensor, piece: Piece) -> Any:
-    if isinstance(value, Tensor) and value.dim() and value.numel() == flat.numel():
-        return value.narrow(0, piece.offset, piece.length)
-    return value
+def shared_numbers(state: Mapping[str, Any] | None) -> Numbers | None:
+    """Return the numbers in the state of a flat tensor; None if it has no state."""
+    return {slot: value for slot, value in state.items() if not is_flat(value)} if state else None

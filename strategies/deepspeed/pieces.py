@@ -63,6 +63,21 @@ def keep_equal(exact: Tensor, rounded: Tensor) -> None:
     exact.copy_(torch.where(exact.to(rounded.dtype) == rounded, exact, rounded.to(exact.dtype)))
 
 
+def is_flat(value: Any) -> bool:
+    """Whether a slot of a flat tensor's state has a value for each of its elements, and is not a number for all."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def gathered(piece: Tensor, start: int, shape: tuple[int, ...], world: World) -> Tensor:
+    """Return the full tensor of which each rank has a piece of a flattened one, or nothing. Collective."""
+    full = torch.zeros(torch.Size(shape).numel(), dtype=piece.dtype, device=world.device)
+    full.narrow(0, start, piece.numel()).copy_(piece)
+    # Each element has bits other than zero on at most one rank. Added as integers they stay what they are, those of
+    # -0.0 and NaN included; added as floats, -0.0 + 0.0 would be 0.0.
+    world.all_reduce(full.view(torch.int32) if piece.dtype == torch.float32 else full)
+    return full.view(shape)
+
+
 # Classes of DeepSpeed that step the inner optimizer in the calling thread. ZenFlow and SuperOffload step in
 # processes of their own, so that watching the inner optimizer's ``step`` would tell nothing.
 _STEPS_IN_THIS_THREAD = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")

@@ -35,6 +35,7 @@ from .setup import (
     Origins,
     allow_exact_statistics,
     broadcast_module,
+    check_memory,
     full_precision_weights,
     gather_weights,
     load_full_precision,
@@ -77,6 +78,7 @@ class EngineSession:
         self._handles: list[RemovableHandle] = []
         self._trainable: list[tuple[str, nn.Parameter, bool]] = []
         self._watched: list[nn.Parameter] = []
+        self._left_out: set[int] = set()
         self._swap_folder: Path | None = None
 
     # ---- start ----------------------------------------------------------------------------------------------------
@@ -99,6 +101,7 @@ class EngineSession:
             ConfigurationError: the engine does not support the optimizer, or rank 0 has no data for a parameter.
         """
         compute_dtype = self._compute_dtype if optimizers else None
+        check_memory(module, f"zero{self._options.stage}")
         for optimizer in optimizers:
             check_one_dtype(module, optimizer, compute_dtype, f"zero{self._options.stage}")
         if self._options.stage == 3:
@@ -135,7 +138,8 @@ class EngineSession:
             # The engine would store gradients of parameters without an optimizer.
             trained = {id(one) for one in parameters_of(optimizers[0])}
             for parameter in module.parameters():
-                if id(parameter) not in trained:
+                if id(parameter) not in trained and parameter.requires_grad:
+                    self._left_out.add(id(parameter))
                     parameter.requires_grad_(False)
         self._trainable = [(name, one, one.requires_grad) for name, one in module.named_parameters()]
 
@@ -163,7 +167,12 @@ class EngineSession:
             self.state.use(Gathering(module, self._world, offload))
         if optimizers:
             self._classes = allow_exact_statistics(module) if self._compute_dtype is not None else {}
-            self.update = self._update_class(self._engine, Following(optimizers[0], groups.inner), self.state)
+            fixed = groups.trained | self._left_out
+            frozen = [one for one in module.parameters() if id(one) not in fixed]
+            following = Following(optimizers[0], groups.inner, frozen, f"zero{self._options.stage}")
+            self.update = self._update_class(self._engine, following, self.state)
+            self.update.lent.left_out = self._left_out
+            self.state.lend(optimizers[0])
         self._watched = list(module.parameters())
         watch(self._watched, LentGradients() if self.update is None else self.update.lent)
 
@@ -270,6 +279,8 @@ class EngineSession:
         unwatch(self._watched)
         if self.state is not None:
             self.state.stop_gathering()
+            if self.state.lent is not None:
+                self.state.lent.close()
         restore_classes(self._classes)
         for handle in self._handles:
             handle.remove()

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import replace_tensors, share_tensors, tensors_of, without_data
-from .pieces import FlatGroups, Piece, even_piece, full_shape, is_split, local_piece
+from .pieces import FlatGroups, Piece, even_piece, full_shape, gathered, is_split, local_piece
 from .state import EngineState
 
 
@@ -36,6 +37,31 @@ def rebind(module: nn.Module, optimizers: Sequence[Optimizer], new: Mapping[int,
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [after.get(id(one), one) for one in group["params"]]
+
+
+def check_memory(module: nn.Module, strategy: str) -> None:
+    """Refuse parameters that share memory with other tensors: the engine gives each memory of its own.
+
+    Raises:
+        ConfigurationError: naming two of them.
+    """
+    places: dict[int, tuple[int, int, str]] = {}
+    for name, tensor in (*module.named_buffers(), *module.named_parameters()):
+        if not (tensor.is_meta or is_split(tensor) or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)):
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            length = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+            places[id(tensor)] = tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size(), name
+    parameters = {name for name, _ in module.named_parameters()}
+    reached, last = 0, ""
+    for start, end, name in sorted(places.values()):
+        if start < reached and start < end and {name, last} & parameters:
+            raise ConfigurationError(
+                f"'{last}' and '{name}' share memory, and strategy={strategy!r} moves each parameter to memory of its "
+                "own, so that a change of one would not be one of the other: use one nn.Parameter at both places, or "
+                "copy its values."
+            )
+        if end > reached:
+            reached, last = end, name
 
 
 class Origins:
@@ -235,15 +261,10 @@ def gather_weights(module: nn.Module, state: EngineState, dtypes: Mapping[int, t
             # In stages 1 and 2 it is a view of the engine's flat tensor, which would stay alive with it.
             parameter.data = parameter.data.clone()
             continue
-        wide = torch.float32 if piece.is_floating_point() else piece.dtype
-        full = torch.zeros(torch.Size(shape).numel(), dtype=wide, device=world.device)
-        full.narrow(0, start, piece.numel()).copy_(piece)
-        # Each element has bits other than zero on at most one rank. Added as integers they stay what they are, those of
-        # -0.0 and NaN included; added as floats, -0.0 + 0.0 would be 0.0.
-        world.all_reduce(full.view(torch.int32) if wide == torch.float32 else full)
+        full = gathered(piece.float() if piece.is_floating_point() else piece, start, shape, world)
         parameter.grad = None
         if here:
-            parameter.data = full.view(shape).to(dtype)
+            parameter.data = full.to(dtype)
         else:
             left[id(parameter)] = torch.empty(shape, dtype=dtype, device="meta")
     if left:

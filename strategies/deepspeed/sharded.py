@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.distributed.world import World
+from ...framework.parallel.step_flags import RunOrder
 from .access import engine_runs
 from .pieces import full_shape, keep_equal, local_piece
 
@@ -86,12 +87,17 @@ class Gathering:
         self._world = world
         self._offload = offload
         self._lent: dict[int, Any] = {}
+        self.order = RunOrder()
+        """The order in which parameters are gathered for modules and for user code."""
+        with_parameters = [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
+        self._numbers = {id(part): number for number, part in enumerate(with_parameters, 1)}
         self._parameters = [one for one in module.parameters() if type(one) is nn.Parameter]
         for parameter in self._parameters:
             # No ordinary way: the user's objects, which optimizers and modules hold, must become guarded ones.
             parameter.__class__ = ShardedParameter
             _GATHERING[id(parameter)] = self
-        offload.pre_sub_module_forward_function = self._quiet(offload.pre_sub_module_forward_function)
+        self._before_forward = self._quiet(offload.pre_sub_module_forward_function)
+        offload.pre_sub_module_forward_function = self._begin_forward
         offload.post_sub_module_forward_function = self._quiet(offload.post_sub_module_forward_function)
         offload.post_sub_module_backward_function = self._quiet(offload.post_sub_module_backward_function)
         self._before_backward = self._quiet(offload.pre_sub_module_backward_function)
@@ -113,6 +119,12 @@ class Gathering:
                 function(module)
 
         return run
+
+    def _begin_forward(self, module: nn.Module) -> None:
+        # Not in a backward pass, which runs checkpointed modules again.
+        if (number := self._numbers.get(id(module))) is not None and torch._C._current_graph_task_id() == -1:
+            self.order.note(number)
+        self._before_forward(module)
 
     def _begin_backward(self, module: nn.Module) -> None:
         self._before_backward(module)

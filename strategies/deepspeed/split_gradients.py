@@ -96,6 +96,7 @@ class SplitGradients(UseOfParameters):
 
     def _arrive(self, parameter: Tensor, group: int) -> None:
         """Take a gradient of a backward pass; reduce those for which all before them in the common order are there."""
+        self.update.arrives()
         zero, key = self.zero, id(parameter)
         self._used.add(key)
         if self._first_arrivals is not None:

@@ -27,6 +27,9 @@ class Scaling(Protocol):
     zero: Any
     state: EngineState
 
+    def arrives(self) -> None:
+        """Note that a gradient arrives."""
+
     def norm(self) -> Tensor:
         """Return the norm of all gradients, a 0-d tensor; infinite if it is not finite. Collective."""
 

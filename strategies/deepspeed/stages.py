@@ -42,6 +42,7 @@ class SplitParameters(UseOfParameters):
         self._arrived.clear()
 
     def _arrive(self, parameter: Tensor) -> None:
+        self.update.arrives()
         if id(parameter) in self._arrived:
             names = {id(one): name for name, one in self.update.engine.module.module.named_parameters()}
             raise arrived_twice(names[id(parameter)], 3)
@@ -51,6 +52,9 @@ class SplitParameters(UseOfParameters):
 
     def reduce(self, engine: Any) -> None:
         """Complete the gradients, which backward passes have reduced."""
+        if not (self.zero.offload_optimizer or self.zero.averaged_gradients):
+            # No pass has run.
+            self.zero.independent_gradient_partition_epilogue()
         self.complete()
 
     def write(self, parameter: Any, gradient: Tensor) -> None:

@@ -13,7 +13,7 @@ Private to DeepSpeed, and checked with 0.19.8: ``ds_tensor.status``, ``nvme_swap
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +22,25 @@ from torch.optim import Optimizer
 
 from ...framework.checkpoint.stored_tensor import StoredTensor, StoredTensors
 from ...framework.checkpoint.write_plan import Shard
+from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState, Slots
 from ...framework.parallel.parameter_names import state_tensors
-from .piece_steps import PieceSteps
-from .pieces import FlatGroups, Piece, even_piece, full_shape, is_split, keep_equal, local_piece
-from .state_slots import counts_in_ints, filled_slots, reads_step_on_device, saved_slot, step_counter
+from .lent_state import LentState
+from .piece_steps import Numbers, PieceSteps, shared_numbers
+from .pieces import FlatGroups, Piece, even_piece, full_shape, gathered, is_flat, is_split, keep_equal, local_piece
+from .state_slots import (
+    are_equal,
+    as_held,
+    as_sent,
+    counts_in_ints,
+    filled_slots,
+    numbers_in,
+    reads_step_on_device,
+    saved_slot,
+    step_counter,
+)
 
 if TYPE_CHECKING:
     from .sharded import Gathering
@@ -57,6 +69,8 @@ class EngineState(PartitionedState):
         self.world = world
         self.gathering: Gathering | None = None
         """Gathers parameters of stage 3 for user code."""
+        self.lent: LentState | None = None
+        """The state of the user's optimizer."""
         self.piece_steps: PieceSteps | None = None
         """Steps on pieces, once a parameter had no gradient in a window."""
         # Of parameters that are split, every change is written at once.
@@ -70,7 +84,9 @@ class EngineState(PartitionedState):
         return sum(map(_VERSION, self._parameters))
 
     def take_edits(self) -> None:
-        """Copy the elements of parameters that the user has changed into the master weights."""
+        """Copy the elements of parameters that the user has changed into the master weights; take back lent state."""
+        if self.lent is not None:
+            self.lent.take_back()
         if self.gathering is not None:
             self.gathering.take_back()
         elif self._changes() != self._seen:
@@ -158,37 +174,47 @@ class EngineState(PartitionedState):
 
     def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
         """Yield each parameter that has state, and this rank's pieces of its slots. Collective."""
-        counts = self._counts()
+        if self.lent is not None:
+            self.lent.take_back()
+        numbers, _ = self.numbers()
         for number, pieces in enumerate(self.groups.groups):
             with self.groups.opened(number) as (flat, slots):
                 if not slots:
                     continue
                 swapped = self.groups.swapped(number)
                 for piece in pieces:
-                    count = counts[id(piece.parameter)]
-                    if count >= 0:
-                        own = {**slots, "step": count} if "step" in slots else slots
+                    own = numbers[id(piece.parameter)]
+                    if own is not None:
+                        found = {**{slot: value for slot, value in slots.items() if is_flat(value)}, **own}
                         yield (
                             piece.parameter,
-                            {slot: saved_slot(slot, value, flat, piece, swapped) for slot, value in own.items()},
+                            {slot: saved_slot(slot, value, flat, piece, swapped) for slot, value in found.items()},
                         )
 
-    def _counts(self) -> dict[int, float]:
-        """Return the number of updates of each parameter, by ``id``: 0 if it is not counted, -1 without state."""
-        found = []
+    def numbers(self) -> tuple[dict[int, Numbers | None], list[dict[str, torch.dtype]]]:
+        """Return what each parameter's state has apart from ranges of flat tensors, and those by group. Collective.
+
+        Returns:
+            The numbers of each parameter by ``id``, None if it has no state, and the dtype of the flat tensors of each
+            group by slot.
+        """
+        mine: list[tuple[dict[str, torch.dtype], dict[int, Any]]] = []
         for number, pieces in enumerate(self.groups.groups):
-            state = self.groups.inner.state.get(self.groups.flats[number], {})
-            for piece in pieces:
-                step = state.get("step", 0) if state else None
-                if self.piece_steps is not None:
-                    step = self.piece_steps.step_of(piece.parameter, step)
-                # A rank without elements of a parameter lacks its counter.
-                found.append(-2.0 if not piece.length else -1.0 if step is None else float(step))
-        counts = torch.tensor(found, device=self.world.device)
-        if self.world.size > 1 and found:
-            self.world.all_reduce(counts, "max")
-        parameters = [piece.parameter for pieces in self.groups.groups for piece in pieces]
-        return dict(zip(map(id, parameters), counts.tolist(), strict=True))
+            state = self.groups.inner.state.get(self.groups.flats[number]) or {}
+            # Pickled once, however many parameters have it.
+            shared = as_sent(shared_numbers(state))
+            own = {place: shared for place, piece in enumerate(pieces) if piece.length}
+            if self.piece_steps is not None:
+                known = shared_numbers(state)
+                own = {place: as_sent(self.piece_steps.numbers_of(pieces[place].parameter, known)) for place in own}
+            mine.append(({slot: one.dtype for slot, one in state.items() if is_flat(one)}, own))
+        found: dict[int, Numbers | None] = {}
+        flat: list[dict[str, torch.dtype]] = []
+        for pieces, sent in zip(self.groups.groups, zip(*self.world.all_gather_object(mine), strict=True), strict=True):
+            own = {place: numbers for _, held in sent for place, numbers in held.items()}
+            flat.append({slot: dtype for slots, _ in sent for slot, dtype in slots.items()})
+            found |= {id(piece.parameter): as_held(own.get(place)) for place, piece in enumerate(pieces)}
+        return found, flat
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer | None:
         """Return DeepSpeed's optimizer if it steps in this thread, else None."""
@@ -236,6 +262,8 @@ class EngineState(PartitionedState):
     @torch.no_grad()
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
         """Load moments, step counters and hyperparameters. Collective."""
+        if self.lent is not None:
+            self.lent.forget()
         for group, stored in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in stored.items() if key != "params"})
         slots = {id(one): found for one, found in zip(parameters_of(optimizer), state, strict=True)}
@@ -244,7 +272,7 @@ class EngineState(PartitionedState):
             theirs = [(piece, slots.get(id(piece.parameter), {})) for piece in pieces]
             with self.groups.opened(number, write=True) as (flat, own):
                 key = self.groups.flats[number]
-                self._load_steps(theirs, flat)
+                self._load_numbers(number, theirs)
                 fresh = filled_slots(theirs, flat, own, counts_in_ints(inner), reads_step_on_device(inner))
                 if fresh:
                     inner.state[key] = fresh
@@ -256,16 +284,84 @@ class EngineState(PartitionedState):
             self.groups.zero._hp_optimizer_states_linked = False
             relink()
 
-    def _load_steps(self, theirs: Sequence[tuple[Piece, Slots]], flat: Tensor) -> None:
-        """Load the step counters of a group one by one, if they are not all the same."""
-        counts = {float(slots["step"]) if slots.get("step") is not None else bool(slots) for _, slots in theirs}
-        if self.groups.stepping is None or (len(counts) < 2 and self.piece_steps is None):
+    def _load_numbers(self, number: int, theirs: Sequence[tuple[Piece, Slots]]) -> None:
+        """Load the numbers of a group's parameters one by one, if they are not all the same."""
+        found = [(piece, numbers_in(slots, piece.parameter)) for piece, slots in theirs]
+        if self.groups.stepping is None:
             return
+        if self.piece_steps is not None or any(as_sent(one) != as_sent(found[0][1]) for _, one in found[1:]):
+            for piece, numbers in found:
+                self._set_numbers(piece, numbers, self.groups.flats[number])
+
+    def _set_numbers(self, piece: Piece, numbers: Numbers | None, flat: Tensor) -> None:
         if self.piece_steps is None:
             self.piece_steps = PieceSteps(self.groups)
         inner = self.groups.inner
-        for piece, slots in theirs:
-            step = slots.get("step")
-            if step is not None:
-                step = step_counter(float(step), flat, counts_in_ints(inner), reads_step_on_device(inner))
-            self.piece_steps.load(piece.parameter, step, bool(slots))
+        if numbers is not None and numbers.get("step") is not None:
+            step = step_counter(float(numbers["step"]), flat, counts_in_ints(inner), reads_step_on_device(inner))
+            numbers = {**numbers, "step": step}
+        self.piece_steps.load(piece.parameter, numbers)
+
+    # ---- state that user code reads and writes --------------------------------------------------------------------
+
+    def lend(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer.state`` be that of the engine, which gets what it holds now."""
+        self.lent = LentState(optimizer, self)
+
+    def full_slots(self, number: int, piece: Piece, flat_slots: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Return the full tensors of a parameter's state. Collective.
+
+        Args:
+            number: the parameter's group.
+            piece: this rank's piece of it.
+            flat_slots: the slots of the group and their dtypes; this rank may lack some.
+        """
+        full = {}
+        with self.groups.opened(number) as (_, own):
+            for slot, dtype in flat_slots.items():
+                mine = own[slot].narrow(0, piece.offset, piece.length) if slot in own else torch.empty(0)
+                full[slot] = gathered(mine.float(), piece.start, full_shape(piece.parameter), self.world).to(dtype)
+        return full
+
+    @torch.no_grad()
+    def write_slots(self, given: Mapping[int, Slots]) -> None:
+        """Replace the state of some parameters, by ``id``, with full tensors; those with no slots have no state."""
+        inner = self.groups.inner
+        for number, pieces in enumerate(self.groups.groups):
+            theirs = [piece for piece in pieces if piece.length and id(piece.parameter) in given]
+            key = self.groups.flats[number]
+            if not theirs:
+                continue
+            with self.groups.opened(number, write=True) as (flat, own):
+                for piece in theirs:
+                    slots = given[id(piece.parameter)]
+                    shared = shared_numbers(inner.state.get(key))
+                    known = shared if self.piece_steps is None else self.piece_steps.numbers_of(piece.parameter, shared)
+                    numbers = numbers_in(slots, piece.parameter)
+                    if not are_equal(numbers, known):
+                        if self.piece_steps is None:
+                            self.piece_steps = PieceSteps(self.groups)
+                        self.piece_steps.settle(number)
+                        self._set_numbers(piece, numbers, key)
+                    if slots and not own:
+                        # Where the group steps as a whole, these are those of all its parameters.
+                        own = inner.state[key] = dict(self.piece_steps.numbers_of(piece.parameter, None) or {})
+                    for slot, value in slots.items():
+                        if slot not in (numbers or ()):
+                            self._write_slot(own, slot, value, flat, piece)
+
+    @staticmethod
+    def _write_slot(own: dict[str, Any], slot: str, value: Tensor, flat: Tensor, piece: Piece) -> None:
+        if value.shape != full_shape(piece.parameter):
+            raise ConfigurationError(
+                f"optimizer.state has a tensor of {tuple(value.shape)} in {slot!r} of a parameter of "
+                f"{full_shape(piece.parameter)}, and DeepSpeed's engine divides state as it does parameters: give a "
+                "tensor of that shape or a number, or keep it elsewhere."
+            )
+        if slot not in own:
+            own[slot] = torch.zeros_like(flat, dtype=flat.dtype if value.is_floating_point() else value.dtype)
+        mine = own[slot].narrow(0, piece.offset, piece.length)
+        new = value.detach().reshape(-1).narrow(0, piece.start, piece.length).to(mine)
+        # A save that is being copied depends on tensors that were only read.
+        if not torch.equal(mine, new):
+            mine.copy_(new)

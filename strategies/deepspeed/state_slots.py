@@ -14,6 +14,9 @@ from ...framework.checkpoint.write_plan import Shard
 from ...framework.parallel.canonical_state import Slots, is_stored
 from .pieces import Piece, full_shape
 
+# Slots without dims of torch's optimizers.
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+
 
 def counts_in_ints(optimizer: Any) -> bool:
     """Whether an optimizer counts its steps in ints, as DeepSpeed's Adams do, and not in tensors as torch's."""
@@ -33,6 +36,47 @@ def saved_slot(slot: str, value: Any, flat: Tensor, piece: Piece, swapped: bool)
         part = value.detach().narrow(0, piece.offset, piece.length)
         return Shard.flat(part.clone() if swapped else part, full_shape(piece.parameter), piece.start)
     return value
+
+
+def numbers_in(slots: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
+    """Return the slots of a parameter that have no value for each of its elements; None without any slots."""
+    without_dims = not full_shape(parameter)
+    found = {}
+    for slot, value in slots.items():
+        # A parameter without dims has moments without dims.
+        is_moment = isinstance(value, Tensor) and (value.dim() > 0 or (without_dims and slot not in _NUMBERS))
+        if value is not None and not is_moment and not is_stored(value):
+            found[slot] = value
+    return found if slots else None
+
+
+def as_sent(numbers: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return numbers as other processes get them: tensors as their values and dtypes."""
+    if numbers is None:
+        return None
+    return {
+        slot: (value.dtype, value.item()) if isinstance(value, Tensor) else value for slot, value in numbers.items()
+    }
+
+
+def as_held(sent: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Undo ``as_sent``."""
+    if sent is None:
+        return None
+    return {
+        slot: torch.tensor(value[1], dtype=value[0])
+        if isinstance(value, tuple) and isinstance(value[0], torch.dtype)
+        else value
+        for slot, value in sent.items()
+    }
+
+
+def are_equal(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two parameters have the same numbers, in whatever types."""
+    if one is None or other is None:
+        return one is other
+    plain = [{slot: v.item() if isinstance(v, Tensor) else v for slot, v in each.items()} for each in (one, other)]
+    return plain[0] == plain[1]
 
 
 def step_counter(count: float, flat: Tensor, ints: bool, fused: bool) -> Any:
@@ -61,7 +105,7 @@ def filled_slots(
         for slot, value in slots.items():
             if slot == "step" or value is None:
                 continue
-            if isinstance(value, Tensor) and not full_shape(piece.parameter):
+            if isinstance(value, Tensor) and not full_shape(piece.parameter) and slot not in _NUMBERS:
                 # A parameter without dims has moments without dims, which a checkpoint stores like numbers.
                 value = HeldTensor(value)
             if not is_stored(value):

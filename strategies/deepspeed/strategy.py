@@ -24,6 +24,7 @@ from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import share_buffers
+from ...framework.parallel.step_flags import OrderFlags, StepFlags
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ..limits import check_dense
 from .arguments import check_secondary_shards, resolve_options
@@ -90,6 +91,7 @@ class DeepSpeedStrategy(Strategy):
         # Bound here, as every micro-batch uses it.
         self._update: EngineUpdate | None = None
         self.gradients: EngineGradients = EngineGradients(self.name)
+        self.flags: StepFlags | None = None
         self.recovery = EngineRecovery() if self.options.stage < 3 else None
         self.traits = replace(self.traits, backward_has_collectives=True)
         self.state: CanonicalState = PartitionedState()
@@ -165,6 +167,9 @@ class DeepSpeedStrategy(Strategy):
         if session.state is not None:
             self.state = session.state
             self.gradients = EngineGradients(self.name, session.update)
+            gathering = session.state.gathering
+            if training and gathering is not None and self.world.size > 1:
+                self.flags = OrderFlags(self.world, gathering.order)
         if training:
             # Schedulers count the calls of step of the user's optimizer, which the engine never calls: without the
             # count they would warn.

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.core.errors import LoopError
+from ...framework.distributed.world import Pending
+from ...framework.parallel.step_flags import RunOrder
 from .access import LentGradients, engine_runs
 from .optimizer import Following
 from .pieces import full_shape
@@ -30,10 +32,12 @@ class EngineUpdate:
         self.zero = engine.optimizer
         self.follow = following
         self.state = state
-        self.lent = LentGradients(self._visible, self._replace, lambda: self.holds_gradients)
+        self.lent = LentGradients(self._visible, self._replace, lambda: self.holds_gradients, self._drop_one)
         """The gradients that ``parameter.grad`` has given to the user."""
         self.holds_gradients = False
         """Whether a backward pass has begun since the last update."""
+        # Whether no gradient has arrived since the last update: autograd.grad begins a pass, too.
+        self._is_empty = True
         self.ends_window = True
         """Whether the next backward pass, or the last one, ends its window."""
         self._raw: Tensor | None = None
@@ -44,7 +48,10 @@ class EngineUpdate:
         self._running = False
         self._running_outside = False
         self._reduced = False
-        self._applied = False
+        # Whether an update has used gradients that user code has not dropped, and the parameters that it has dropped.
+        self._used_up = False
+        self._dropped: set[int] = set()
+        self._orders: list[tuple[Tensor, Pending]] = []
         self._prologue = self.zero.backward_prologue
         self.zero.backward_prologue = self._begin_outside
         self.zero.register_grad_acc_post_hook(self._end_outside)
@@ -64,18 +71,27 @@ class EngineUpdate:
                 with kept_counts(self.engine.module) if options.get("retain_graph") else nullcontext():
                     self.engine.backward(loss, scale_wrt_gas=False, **options)
             finally:
-                self._running = False
+                self._running = self._is_empty = False
             self._end()
 
     def reduce(self) -> None:
         """End the window if no backward pass has. Collective."""
         if not self._reduced:
+            self._check_dropped()
             with engine_runs:
                 self._close()
 
+    def _check_dropped(self) -> None:
+        """Refuse an update with gradients that the last one has used, which torch's optimizers would apply again."""
+        if self._used_up and len(self._dropped) < len(self.state.groups.trained):
+            raise LoopError(
+                "an update was requested while the gradients of the last one had not been dropped, and DeepSpeed's "
+                "engine has used them up, so it can neither apply them again nor add to them: call "
+                "optimizer.zero_grad() after each update."
+            )
+
     def _begin(self) -> None:
         self._take_back()
-        self._applied = False
         # Before the pass, which may fail after it has added some gradients.
         self.holds_gradients = True
         # The engine counts backward passes by forward passes: without this, the second pass through one forward pass,
@@ -89,7 +105,25 @@ class EngineUpdate:
             self._reduced = False
             self._stage.reopen()
         self._stage.begin_pass()
+        self._send_order()
         self._prologue()
+
+    def _send_order(self) -> None:
+        """Begin to compare the order of layers over the ranks, unless the flags of the step do. Collective."""
+        world, gathering = self.state.world, self.state.gathering
+        if gathering is None or world.size == 1 or not self.ends_window or gathering.order.is_sent:
+            return
+        sums = torch.tensor(gathering.order.take(), dtype=torch.float64)
+        self._orders.append((sums, world.control_reduce(sums)))
+
+    def _check_order(self) -> None:
+        """Check that the ranks have run the same layers, before their update. Collective."""
+        if self.state.gathering is not None:
+            self.state.gathering.order.is_sent = False
+        while self._orders:
+            sums, pending = self._orders.pop(0)
+            pending.wait()
+            RunOrder.check(self.state.world, *sums.tolist())
 
     def _end(self) -> None:
         # Parameters unused in a micro-batch have stale or missing gradients, which the update would apply.
@@ -103,13 +137,23 @@ class EngineUpdate:
     def _begin_outside(self) -> None:
         """Note a backward pass that was not started here: of another module's loss, which depends on this module."""
         # Called once for each forward pass. The second of two could clear gradients that the first has added.
-        if not self._running and not self._running_outside:
+        if self._running_outside:
+            # Entered once for each forward pass, and left once.
+            self.zero._backward_active_depth = 0
+        elif not self._running:
             self._begin()
             self._running_outside = True
+
+    def arrives(self) -> None:
+        """Note that a gradient arrives, which may be the first sign of a pass that user code has started itself."""
+        self._is_empty = False
+        if not (self._running or self._running_outside):
+            self.engine._backward_prologue()
 
     def _end_outside(self) -> None:
         if self._running_outside:
             self._running_outside = False
+            self._is_empty = self._is_empty and len(self._stage.unused()) == len(self.state.groups.trained)
             self._end()
 
     # ---- the gradient of one parameter ----------------------------------------------------------------------------
@@ -131,7 +175,7 @@ class EngineUpdate:
     def _visible(self, parameter: nn.Parameter) -> Tensor | None:
         if self._running or self._running_outside:
             return None
-        if self._applied and id(parameter) in self.state.groups.trained:
+        if self._has_used_up(parameter):
             raise LoopError(
                 "parameter.grad was read after an update, in which DeepSpeed's engine has used the gradients up: read "
                 "it before, in a Trainer in on_before_optimizer_step and in a Fabric before optimizer.step()."
@@ -140,6 +184,16 @@ class EngineUpdate:
         # A parameter that this rank has not used may have a gradient from another one.
         unused = gradient is not None and id(parameter) in self._stage.unused() and not gradient.any()
         return None if unused else gradient
+
+    def _has_used_up(self, parameter: nn.Parameter) -> bool:
+        return self._used_up and id(parameter) in self.state.groups.trained and id(parameter) not in self._dropped
+
+    def _drop_one(self, parameter: nn.Parameter, to_zero: bool) -> None:
+        if self._has_used_up(parameter):
+            self._dropped.add(id(parameter))
+            if to_zero:
+                # It takes part in the next update, whether a pass uses it or not.
+                self._stage.mark(parameter, True)
 
     def _replace(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if id(parameter) not in self.state.groups.trained:
@@ -151,10 +205,21 @@ class EngineUpdate:
         self._stage.write(parameter, gradient.float() if scale == 1.0 else gradient.float() * scale)
 
     def _take_back(self) -> None:
-        if len(self.lent):
-            with engine_runs:
-                self.lent.take_back()
-            self._forget_norm()
+        if not len(self.lent):
+            return
+        lent = self.lent.take()
+        with engine_runs:
+            if self._is_empty:
+                # Without a backward pass each rank may have set one of its own, such as that of its own loss.
+                lent = [(parameter, self._averaged(gradient)) for parameter, gradient in lent]
+                self._is_empty = False
+                if not self.holds_gradients:
+                    self._close()
+            self.lent.write(lent)
+        self._forget_norm()
+
+    def _averaged(self, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else self.state.world.all_reduce(gradient.detach().clone(), "mean")
 
     def _close(self) -> None:
         """End the window here: reduce what was added up so far. Later passes add to it. Collective."""
@@ -216,14 +281,21 @@ class EngineUpdate:
 
     def step(self) -> bool:
         """Update the weights; return whether the update was applied. Collective."""
+        self._check_dropped()
+        self._check_order()
+        self.follow.before()
         # The user's schedulers change the groups of the user's optimizer, which the engine does not read.
         self.follow()
         self._take_back()
         self.state.take_edits()
-        self.state.leave_out(self._stage.unused())
+        unused = self._stage.unused()
+        self.state.leave_out(unused)
         self._stage.release()
         with engine_runs:
+            self.follow.check_frozen()
             self.engine.step()
+        if self.state.lent is not None:
+            self.state.lent.forget()
         self._stage.forget_use()
         if self._factor != 1.0:
             self._factor = 1.0
@@ -231,7 +303,9 @@ class EngineUpdate:
         self.zero.clip_grad = 0.0
         self._forget_norm()
         self.holds_gradients = self._reduced = False
-        self._first = self._applied = True
+        self._first = self._is_empty = self._used_up = True
+        self._dropped = set(unused)
+        self.follow.after()
         # False if the gradients have overflowed under the engine's own loss scale.
         applied: bool = self.engine.was_step_applied()
         return applied
@@ -239,7 +313,7 @@ class EngineUpdate:
     def drop(self) -> None:
         """Drop gradients that no update has used."""
         self.lent.forget()
-        self._applied = False
+        self._used_up = False
         if not self.holds_gradients:
             return
         with engine_runs:
@@ -251,7 +325,7 @@ class EngineUpdate:
         self.zero.clip_grad = 0.0
         self._forget_norm()
         self.holds_gradients = self._reduced = False
-        self._first = True
+        self._first = self._is_empty = True
 
     def scale_by_loss_scale(self, factor: float) -> None:
         """Multiply gradients through the loss scale that the next step divides by: no pass over them is needed."""

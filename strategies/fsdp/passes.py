@@ -14,16 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...framework.core.errors import ConfigurationError, DesyncError
+from ...framework.core.errors import ConfigurationError
 from ...framework.core.torch_versions import fsdp_groups
-from ...framework.distributed.world import World
-from ...framework.parallel.step_flags import MessageFlags
-
-# Squares of marks, summed over thousands of ranks, are exact in float64.
-_FACTOR, _MARK = 40_503, (1 << 20) - 1
+from ...framework.parallel.step_flags import RunOrder
 
 
-class PassChecks:
+class PassChecks(RunOrder):
     """Checks of the forward and backward passes of all sharded modules.
 
     Args:
@@ -31,9 +27,8 @@ class PassChecks:
     """
 
     def __init__(self, parts: Iterable[FSDPModule]) -> None:
+        super().__init__()
         self._calls: Counter[nn.Module] = Counter()
-        self.mark = 0
-        """A hash, below 2**20, of the order in which modules have run since it was last set to 0."""
         for number, part in enumerate(parts, 1):
             for group in fsdp_groups(part):
                 group.pre_forward = partial(self._before_forward, number, group, group.pre_forward)
@@ -58,7 +53,7 @@ class PassChecks:
         # Other forms of recomputation happen after `pre_backward`, and do not come here.
         if torch._C._current_graph_task_id() == -1:
             self._calls[module] += 1
-            self.mark = (self.mark * _FACTOR + number) & _MARK
+            self.note(number)
         elif self._calls[module] > 1:
             name = type(module).__name__.removeprefix("FSDP")
             raise ConfigurationError(
@@ -67,38 +62,6 @@ class PassChecks:
                 "use_reentrant=False."
             )
         return pre_forward(module, args, kwargs)
-
-
-class OrderFlags(MessageFlags):
-    """The flags of a step, in one message with a hash of the modules that have run, whose collectives must match."""
-
-    def __init__(self, world: World, checks: PassChecks) -> None:
-        super().__init__(world)
-        self._checks = checks
-
-    def send(self, has_loss: bool, nonfinite: bool) -> None:
-        """Launch the reduction. Collective."""
-        mark, self._checks.mark = self._checks.mark, 0
-        flags = torch.tensor((has_loss, nonfinite, mark, mark * mark), dtype=torch.float64)
-        self._sent = flags, self._world.control_reduce(flags)
-
-    def read(self, checks_losses: bool) -> tuple[bool, bool]:
-        """Wait for the reduction. Collective.
-
-        Raises:
-            DesyncError: on all ranks; they have run different modules.
-        """
-        assert self._sent is not None
-        flags, pending = self._sent
-        pending.wait()
-        with_loss, nonfinite, mark, squared = flags.tolist()
-        if self._world.size * squared != mark * mark:
-            raise DesyncError(
-                "the ranks have run different layers in this step, such as a layer that one of them skips, and a "
-                "strategy that shards weights gathers those of each layer on all ranks at once: run the same layers on "
-                "all ranks, multiplying by 0 what should not count, or use strategy='ddp_find_unused_parameters_true'."
-            )
-        return with_loss > 0, nonfinite > 0
 
 
 def _before_backward(pre_backward: Callable[..., Any], *args: Any) -> Any:

@@ -26,6 +26,7 @@ from ...framework.core.split_optimizer import optimizers_in
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import share_buffers
+from ...framework.parallel.step_flags import OrderFlags
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ..context import ContextParallel
 from ..context.sharing import attention_of, sharing_sequences
@@ -38,7 +39,6 @@ from .initial import move_buffers
 from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_degrees
 from .model import ShardedModel
 from .ordinary import Ordinary
-from .passes import OrderFlags
 from .quantized import check_blocks
 from .recovery import ShardedRecovery, UniformModel, recovery_of_shards
 from .sharding import Sharding
