@@ -7,11 +7,11 @@ Subclasses say why they have no values.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.errors import ConfigurationError
 
@@ -20,29 +20,30 @@ _METADATA = {"size", "numel", "dim", "stride", "is_floating_point", "is_complex"
 _METADATA |= {"__len__", "__hash__", "__repr__", "__format__", "nelement", "ndimension", "type", "is_contiguous"}
 _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
+_READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__"}
+_READS |= {"equal", "allclose", "backward", "cpu", "to"}
 _VALUES = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__get__, _DATA.__set__
 
 
 class Elsewhere(Tensor):
-    """A tensor that this rank does not hold."""
+    """A tensor that this rank does not hold. Whatever a user's code computes from it is refused."""
 
     sentence: ClassVar[str]
     """The error for code of the user's that needs its values: why this rank lacks them, and what to do instead."""
-    passes_on: ClassVar[Collection[str]] = ()
-    """Functions that may be called, of which a result lacks its values too."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse what a user's code computes from the tensor; its shape and the like are known."""
-        name = getattr(func, "__name__", "")
-        needs_values = func in _VALUES if name in ("__get__", "__set__") else name not in _METADATA
-        if name not in cls.passes_on and needs_values and is_called_by_user():
+        """Refuse code that needs the values; the shape and the like are known."""
+        if cls.needs_values(func, (args, kwargs)) and is_called_by_user():
             raise cls.error()
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if name in cls.passes_on:
-                result = result.as_subclass(cls)
-            return result
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def needs_values(cls, func: Any, given: Any) -> bool:
+        """Whether a function of torch needs the values of the tensors that it is given."""
+        name = getattr(func, "__name__", "")
+        return func in _VALUES if name in ("__get__", "__set__") else name not in _METADATA
 
     @classmethod
     def error(cls) -> ConfigurationError:
@@ -50,16 +51,48 @@ class Elsewhere(Tensor):
         return ConfigurationError(cls.sentence)
 
 
-class NotGathered(Elsewhere, nn.Parameter):
-    """A parameter that another rank has got at the end of a stage."""
+class NotGatheredValue(Elsewhere):
+    """What is computed from weights that another rank has got at the end of a stage.
+
+    Programs copy the weights on all ranks and use the copy on rank 0, so only what reads values is refused.
+    """
 
     sentence = (
         "this code uses the values of a parameter after the stage, whose end gathers the weights on rank 0, and this "
         "is another rank: use them where trainer.is_global_zero is true, load the checkpoint, or pass "
         "gather_weights='all' to the strategy if it is FSDPStrategy or DeepSpeedStrategy."
     )
-    # ``state_dict`` calls it.
-    passes_on = ("detach",)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute shapes; refuse code that reads values, or adds those of other tensors."""
+        result = super().__torch_function__(func, types, args, kwargs)
+        return tree_map_only(Tensor, _without_values, result)
+
+    @classmethod
+    def needs_values(cls, func: Any, given: Any) -> bool:
+        """Whether a function reads values, or has tensors that have some."""
+        if getattr(func, "__name__", "") in _READS:
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(isinstance(each, Tensor) and not each.is_meta for each in tree_leaves(given))
+
+
+class NotGathered(NotGatheredValue, nn.Parameter):
+    """A parameter that another rank has got at the end of a stage."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotGathered:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = nn.Parameter(torch.empty_like(self), self.requires_grad)
+        # No ordinary way: a call of the class has a result without its type.
+        copied.__class__ = NotGathered
+        memo[id(self)] = copied
+        return copied  # type: ignore[return-value]
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(NotGatheredValue) if type(tensor) is Tensor and tensor.is_meta else tensor
 
 
 def is_called_by_user() -> bool:
@@ -71,7 +104,7 @@ def is_called_by_user() -> bool:
             # Steps and zero_grad, which leave out what has no gradient.
             return False
         top = module.partition(".")[0]
-        if top != "torch" and top not in sys.stdlib_module_names:
+        if module != __name__ and top != "torch" and top not in sys.stdlib_module_names:
             return not module.startswith(f"{_OWN}.")
         frame = frame.f_back
     return False

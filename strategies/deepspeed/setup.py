@@ -47,7 +47,7 @@ def check_memory(module: nn.Module, strategy: str) -> None:
     """
     places: dict[int, tuple[int, int, str]] = {}
     for name, tensor in (*module.named_buffers(), *module.named_parameters()):
-        if not (tensor.is_meta or is_split(tensor) or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)):
+        if not (tensor.is_meta or is_split(tensor) or nn.parameter.is_lazy(tensor)):
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             length = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
             places[id(tensor)] = tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size(), name

@@ -328,6 +328,9 @@ class EngineState(PartitionedState):
         """Replace the state of some parameters, by ``id``, with full tensors; those with no slots have no state."""
         inner = self.groups.inner
         for number, pieces in enumerate(self.groups.groups):
+            for piece in pieces:
+                # On all ranks, also those without elements of the parameter: others would wait for the one that fails.
+                _check_shapes(piece.parameter, given.get(id(piece.parameter), {}))
             theirs = [piece for piece in pieces if piece.length and id(piece.parameter) in given]
             key = self.groups.flats[number]
             if not theirs:
@@ -345,6 +348,7 @@ class EngineState(PartitionedState):
                         self._set_numbers(piece, numbers, key)
                     if slots and not own:
                         # Where the group steps as a whole, these are those of all its parameters.
+                        assert self.piece_steps is not None
                         own = inner.state[key] = dict(self.piece_steps.numbers_of(piece.parameter, None) or {})
                     for slot, value in slots.items():
                         if slot not in (numbers or ()):
@@ -352,12 +356,6 @@ class EngineState(PartitionedState):
 
     @staticmethod
     def _write_slot(own: dict[str, Any], slot: str, value: Tensor, flat: Tensor, piece: Piece) -> None:
-        if value.shape != full_shape(piece.parameter):
-            raise ConfigurationError(
-                f"optimizer.state has a tensor of {tuple(value.shape)} in {slot!r} of a parameter of "
-                f"{full_shape(piece.parameter)}, and DeepSpeed's engine divides state as it does parameters: give a "
-                "tensor of that shape or a number, or keep it elsewhere."
-            )
         if slot not in own:
             own[slot] = torch.zeros_like(flat, dtype=flat.dtype if value.is_floating_point() else value.dtype)
         mine = own[slot].narrow(0, piece.offset, piece.length)
@@ -365,3 +363,15 @@ class EngineState(PartitionedState):
         # A save that is being copied depends on tensors that were only read.
         if not torch.equal(mine, new):
             mine.copy_(new)
+
+
+def _check_shapes(parameter: Tensor, slots: Slots) -> None:
+    """Refuse state of a parameter with other shapes, which the engine cannot divide as it does the parameter."""
+    numbers = numbers_in(slots, parameter) or {}
+    for slot, value in slots.items():
+        if isinstance(value, Tensor) and slot not in numbers and tuple(value.shape) != tuple(full_shape(parameter)):
+            raise ConfigurationError(
+                f"optimizer.state has a tensor of {tuple(value.shape)} in {slot!r} of a parameter of "
+                f"{tuple(full_shape(parameter))}, and DeepSpeed's engine divides state as it does parameters: give a "
+                "tensor of that shape or a number, or keep it elsewhere."
+            )

@@ -127,7 +127,15 @@ def attributes(module: nn.Module) -> list[Any]:
         for part in module.modules()
     ]
     parameters = [
-        (name, type(one), sorted(one.__dict__), tuple(one.shape), one.dtype, one.requires_grad, one.grad is None)
+        (
+            name,
+            nn.Parameter if one.is_meta else type(one),
+            sorted(one.__dict__),
+            tuple(one.shape),
+            one.dtype,
+            one.requires_grad,
+            one.grad is None,
+        )
         for name, one in module.named_parameters()
     ]
     return [*parts, *parameters]
