@@ -90,7 +90,8 @@ class KnownParameters:
         number = sum(len(group["params"]) for group in optimizer.param_groups)
         if number == self._numbers.get(optimizer):
             return
-        new = sum(each not in self._known for each in parameters_of(optimizer))
+        # Sharded parameters may belong to another module that the optimizer updates too.
+        new = sum(each not in self._known and type(each) is nn.Parameter for each in parameters_of(optimizer))
         if new:
             raise ConfigurationError(
                 f"{type(optimizer).__name__} was given {counted(new, 'parameter')} within an epoch, and ranks do not "

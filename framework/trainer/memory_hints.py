@@ -54,9 +54,10 @@ def _named_tensors(run: Run) -> Iterator[tuple[str, str, int]]:
             yield "gradients", f"gradient of {name}", _bytes(parameter.grad)
     for name, buffer in run.module.named_buffers():
         yield "buffers", name, _bytes(buffer)
+    strategy = run.strategy
     for optimizer in run.optimizers:
         # The state that this rank holds, which may be in another optimizer than the user's.
-        held = run.strategy.state.stepping_optimizer(optimizer)
+        held = strategy.state.stepping_optimizer(optimizer)
         for trained, slots in held.state.items() if held is not None else ():
             for slot, value in slots.items() if isinstance(slots, Mapping) else ():
                 if isinstance(value, Tensor):

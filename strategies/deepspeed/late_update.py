@@ -27,6 +27,7 @@ class LateUpdate(EngineUpdate):
 
     def __init__(self, engine: Any, following: Following, state: EngineState) -> None:
         super().__init__(engine, following, state)
+        self._repeat: Repeat | None = None
         engine.enable_backward_allreduce = False
         self._stage.keep_gradients()
         self._set_boundary(False)
@@ -58,6 +59,13 @@ class LateUpdate(EngineUpdate):
         self._set_boundary(False)
         return applied
 
+    def _call_hooks(self) -> None:
+        """Call the hooks on the user's optimizer again if memory is short, as the step."""
+        if self._repeat is None:
+            super()._call_hooks()
+        else:
+            self._repeat(self.zero.optimizer, self.follow.before)
+
     def drop(self) -> None:
         """Drop gradients that no update has used."""
         super().drop()
@@ -74,6 +82,7 @@ class LateUpdate(EngineUpdate):
 
         with ExitStack() as patches:
             patch(patches, inner, "step", step_or_repeat)
+            patch(patches, self, "_repeat", repeat)
             yield
 
 

@@ -66,13 +66,6 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOp
             "pieces of them: use an optimizer that updates each element independently, such as AdamW, or "
             "strategy='ddp'."
         )
-    mixing = [part for part in parts if not _is_elementwise(part)]
-    if mixing:
-        raise ConfigurationError(
-            f"the update that {type(mixing[0]).__name__} makes of an element depends on other elements, as by a norm, "
-            f"and ZeRO stage {options.stage} leaves each rank flat pieces of parameters: use an optimizer that updates "
-            "each element independently, such as AdamW, or strategy='ddp'."
-        )
     switching = [part for part in parts if switches_weights(part)]
     if switching:
         raise ConfigurationError(
@@ -83,6 +76,14 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOp
         raise ConfigurationError(
             f"{name} quantizes its state in blocks of a parameter, and ZeRO stage {options.stage} gives optimizers "
             "flat pieces of several: use torch.optim.AdamW, or strategy='fsdp'."
+        )
+    # After those that are refused by name: the trial step of others may compile code.
+    mixing = [part for part in parts if not _is_elementwise(part)]
+    if mixing:
+        raise ConfigurationError(
+            f"the update that {type(mixing[0]).__name__} makes of an element depends on other elements, as by a norm, "
+            f"and ZeRO stage {options.stage} leaves each rank flat pieces of parameters: use an optimizer that updates "
+            "each element independently, such as AdamW, or strategy='ddp'."
         )
     if not groups:
         raise ConfigurationError(

@@ -283,7 +283,7 @@ class EngineUpdate:
         """Update the weights; return whether the update was applied. Collective."""
         self._check_dropped()
         self._check_order()
-        self.follow.before()
+        self._call_hooks()
         # The user's schedulers change the groups of the user's optimizer, which the engine does not read.
         self.follow()
         self._take_back()
@@ -309,6 +309,9 @@ class EngineUpdate:
         # False if the gradients have overflowed under the engine's own loss scale.
         applied: bool = self.engine.was_step_applied()
         return applied
+
+    def _call_hooks(self) -> None:
+        self.follow.before()
 
     def drop(self) -> None:
         """Drop gradients that no update has used."""

@@ -85,8 +85,8 @@ class Footprint:
         for table, key in self._added:
             table.pop(key, None)
         for part, kind in self._classes:
-            # No ordinary way: attributes may be missing.
             for name in _COPYING:
+                # No ordinary way: the attribute may be missing.
                 vars(part).pop(name, None)
             # No ordinary way: `fully_shard` has replaced the class of the user's module, which stays the same object.
             part.__class__ = kind
