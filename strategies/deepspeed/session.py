@@ -43,7 +43,7 @@ from .setup import (
     split_parameters,
 )
 from .sharded import Gathering
-from .sharded_refusals import no_copy, refuse_empty_state, same_layers
+from .sharded_refusals import explained, no_copy, refuse_empty_state
 from .state import EngineState
 from .update import EngineUpdate
 
@@ -208,7 +208,7 @@ class EngineSession:
         adapter = self._adapter
         routed, unpack = partial(self._engine, step), adapter.unpack
         if training:
-            return same_layers(lambda *args, **kwargs: unpack(routed(*args, **kwargs)))
+            return explained(lambda *args, **kwargs: unpack(routed(*args, **kwargs)))
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             if adapter.is_running:

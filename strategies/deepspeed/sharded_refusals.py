@@ -52,8 +52,8 @@ def no_copy(part: nn.Module) -> Callable[[Any], Any]:
     return refuse
 
 
-def same_layers(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``step`` with an error of its own where DeepSpeed finds that the ranks ran different layers before it."""
+def explained(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``step`` with errors of its own for those of DeepSpeed about what user code does to layers."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -64,6 +64,14 @@ def same_layers(step: Callable[..., Any]) -> Callable[..., Any]:
             raise LoopError(
                 "the ranks ran different layers in the last step, and ZeRO stage 3 gathers the weights of each layer "
                 "on all of them: run the same layers on all ranks, or use strategy='zero2'."
+            ) from error
+        except AttributeError as error:
+            if "has no attribute 'ds_" not in str(error):
+                raise
+            raise ConfigurationError(
+                "a layer has a parameter that it did not have at the set-up, as torch.func.functional_call or an "
+                "assignment puts it there, and ZeRO stage 3 gathers those of the set-up: change parameters in place, "
+                "or use strategy='zero2'."
             ) from error
 
     return run

@@ -64,12 +64,17 @@ SAMPLE = {
         ("two optimizers in turn", "training_step"),
         ("a block twice in a pass", "training_step"),
         ("a frozen block", "training_step"),
+        ("`functional_call` with other weights", "training_step"),
+        ("norms of `state_dict()`", "after fit"),
     ],
     "pipeline": [
         ("rows normalized", BETWEEN),
         ("`p.grad.mul_()` of a block", "on_after_backward"),
         ("optimizer of some parameters", "training_step"),
         ("a layer in every step", "training_step"),
+        ("`load_state_dict` of a block", BETWEEN),
+        ("state-dict hook", "on_fit_start"),
+        ("parameters as keys", "training_step"),
     ],
 }
 
