@@ -34,7 +34,7 @@ class Verdict:
     traceback: str = ""
     """The full traceback of the rank at fault, which ``message`` shortens."""
     advice: str = ""
-    """What is lost, and the command that resumes the run; empty if there is no checkpoint."""
+    """The number of steps since the last checkpoint, and the command that resumes the run; empty without one."""
 
 
 def judge(attempt: Attempt, stall: Stall | None) -> Verdict:

@@ -52,7 +52,7 @@ class Elsewhere(Tensor):
 
 
 class NotGatheredValue(Elsewhere):
-    """What is computed from weights that another rank has got at the end of a stage.
+    """A tensor computed from weights that only another rank holds after a stage.
 
     Programs copy the weights on all ranks and use the copy on rank 0, so only what reads values is refused.
     """
@@ -79,7 +79,7 @@ class NotGatheredValue(Elsewhere):
 
 
 class NotGathered(NotGatheredValue, nn.Parameter):
-    """A parameter that another rank has got at the end of a stage."""
+    """A parameter that only another rank holds after a stage."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NotGathered:
         with torch._C.DisableTorchFunctionSubclass():

@@ -97,7 +97,7 @@ class LentState(MutableMapping[Any, Any]):
             self._install()
 
     def close(self) -> None:
-        """Let go of the engine: reads raise."""
+        """Release the engine; later reads raise an error."""
         self._held = self._optimizer = self._numbers = None
         self._places.clear()
         self._trained.clear()

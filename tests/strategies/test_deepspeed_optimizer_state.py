@@ -144,7 +144,7 @@ EDITS = [
 
 
 def edited(place: str | None) -> list[Any]:
-    # A new Fabric each time would start DeepSpeed's groups anew.
+    # A new Fabric for each edit would create DeepSpeed's process groups again.
     fabric = None if place is None else trainer_of(place)
     return [Program(fabric).run(edit) for edit in EDITS]
 
