@@ -68,12 +68,14 @@ def test_an_error_on_one_node_is_named_on_both(tmp_path: Path) -> None:
         codes, printed = outcome(nodes)
     assert codes == [1, 1], printed
     assert printed[1].endswith("ValueError: planted\n")
-    last = printed[0].splitlines()[-1]
-    assert last.startswith("node 1: rank 1 (pid ")
-    assert last.endswith(" failed at step 3 (epoch 0, batch 3): ValueError: planted")
+    # The node of rank 0, whose report it is, also says how the run is resumed.
+    reason, resuming = printed[0].splitlines()[-2:]
+    assert reason.startswith("node 1: rank 1 (pid ")
+    assert reason.endswith(" failed at step 3 (epoch 0, batch 3): ValueError: planted")
+    assert resuming.startswith("phalanx: 1 step is lost: epoch=0-step=2.ckpt (step 2) is good. To resume: ")
     # The report is that of rank 0, on the other node.
     told = run_command([sys.executable, "-m", "phalanx", "why", str(tmp_path)], tmp_path)
-    assert f"exit code 1: {last}\n" in told.stdout
+    assert f"exit code 1: {reason}\n" in told.stdout
 
 
 def test_a_configuration_error_on_one_node_ends_all_and_is_not_restarted(tmp_path: Path, rank_script: Path) -> None:
