@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
@@ -76,6 +77,7 @@ class FlopCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
+        _count_changes(func, args)
         operation = getattr(func, "overloadpacket", func)
         formula = self._formulas.get(operation)
         # In a backward pass the current graph task has a number.
@@ -85,6 +87,19 @@ class FlopCount(TorchDispatchMode):
             except Exception:  # a formula of another version of torch, or the user's own; training continues
                 self.fail()
         return output
+
+
+def _count_changes(func: Any, args: tuple[Any, ...]) -> None:
+    """Count the changes of tensors in lists, as of ``torch._foreach_mul_``: torch does not in a mode.
+
+    By these counts autograd notices that a tensor it needs was changed, and engines that weights were.
+    """
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for argument, value in zip(schema.arguments, args, strict=False):
+        if isinstance(value, list | tuple) and argument.alias_info is not None and argument.alias_info.is_write:
+            increment_version([each for each in value if not each.is_inference()])
 
 
 def _gradients(operation: Any, args: tuple[Any, ...]) -> int:

@@ -213,8 +213,9 @@ class EngineUpdate:
                 # Without a backward pass each rank may have set one of its own, such as that of its own loss.
                 lent = [(parameter, self._averaged(gradient)) for parameter, gradient in lent]
                 self._is_empty = False
-                if not self.holds_gradients:
-                    self._close()
+            if not self._reduced:
+                # Gradients that were set, with none read, within a window: the engine has a place for them at its end.
+                self._close()
             self.lent.write(lent)
         self._forget_norm()
 

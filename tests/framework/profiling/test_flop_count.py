@@ -140,6 +140,15 @@ def test_flops_by_hand(kind: str, flops: int) -> None:
     assert count.total == flops
 
 
+def test_autograd_notices_that_tensors_of_a_list_were_changed() -> None:
+    weight, factor = torch.ones(2, requires_grad=True), torch.ones(2)
+    with FlopCount():
+        loss = (weight * factor).sum()
+        torch._foreach_mul_([factor], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_failing_formula_leaves_the_flops_out(monkeypatch: pytest.MonkeyPatch) -> None:
     count = FlopCount()
     count._formulas[torch.ops.aten.relu] = lambda *args, **kwargs: 1 // 0
