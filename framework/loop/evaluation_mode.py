@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ..distributed.user_collectives import varying
 from ..run.run import Run
@@ -48,6 +49,8 @@ def in_evaluation_mode(run: Run, prefix: str, inference_mode: bool) -> Generator
         with context:
             yield
     finally:
+        if inference:
+            _to_training(run.module)
         run.set_evaluating(False)
         own_train = run.module_hook(f"on_{prefix}_model_train")
         for hook in own_train:
@@ -55,3 +58,14 @@ def in_evaluation_mode(run: Run, prefix: str, inference_mode: bool) -> Generator
         if not own_train:
             for part, mode in modes.items():
                 part.training = mode
+
+
+def _to_training(module: nn.Module) -> None:
+    """Make parameters and buffers that were set in inference mode ordinary ones, which training can use."""
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None and parameter.is_inference():
+                parameter.data = parameter.detach().clone()
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_inference():
+                part._buffers[name] = buffer.clone()

@@ -101,7 +101,7 @@ class EngineSession:
             ConfigurationError: the engine does not support the optimizer, or rank 0 has no data for a parameter.
         """
         compute_dtype = self._compute_dtype if optimizers else None
-        check_memory(module, f"zero{self._options.stage}")
+        check_memory(module, self._options.stage)
         for optimizer in optimizers:
             check_one_dtype(module, optimizer, compute_dtype, f"zero{self._options.stage}")
         if self._options.stage == 3:

@@ -97,7 +97,8 @@ class ModuleGradients:
                 object.__setattr__(part, function.__name__, MethodType(function, part))
 
     def release(self) -> None:
-        """Restore the module's own methods."""
+        """Restore the module's own methods; those of copies do nothing more than torch's."""
+        self._groups, self._keeps_gathered = [], lambda: True
         for part in self._parts:
             for name in _OVERRIDDEN:
                 object.__delattr__(part, name)

@@ -100,7 +100,9 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
     """Call a function of torch that was given a DTensor."""
     kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
-    # Functions with an underscore are those of optimizers and loss scalers.
+    if name.startswith("_foreach_"):
+        return _of_lists(func, name, args, kwargs)
+    # Other functions with an underscore are those of optimizers and loss scalers.
     if name != "__get__" and (not name.startswith("_") or name.startswith("__")):
         given = list(_tensors((*args, *kwargs.values())))
         first = next((each for each in given if is_sharded(each)), None)
@@ -124,6 +126,13 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
         return _on_full(func, args, kwargs)
     if name in _RANDOM:
         return Ordinary._worlds[first.device_mesh].broadcast(_on_full(func, args, kwargs))
+    if (out := kwargs.get("out")) is not None:
+        # torch would resize this rank's shard to the shape of the full result.
+        if not isinstance(out, Tensor):
+            raise ConfigurationError(
+                f"{name} was called with out= several tensors, of which some are sharded: copy its results into them."
+            )
+        return _changed(_in_place(func, name, out, args, kwargs))
     mixed = any(not isinstance(each, DTensor) for each in given)
     is_init = getattr(func, "__module__", "") == "torch.nn.init"
     if name in _IN_PLACE or is_init or (name.endswith("_") and not name.endswith("__")):
@@ -136,6 +145,36 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
 def _of_torch(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run an operation on lists of tensors. Of lists with tensors on several meshes, or sharded and other ones, each
+    place by itself, as torch takes one kind alone."""
+    targets, *others = args
+    kinds = {_mesh(each) for each in _tensors(args) if isinstance(each, DTensor) or each.ndim}
+    if len(kinds) <= 1:
+        result = _of_torch(func, args, kwargs)
+    else:
+        result = []
+        for place, target in enumerate(targets):
+            at = [[_as_kind(target, each[place])] if isinstance(each, (list, tuple)) else each for each in others]
+            result += _of_torch(func, ([target], *(_as_kind(target, each) for each in at)), kwargs) or ()
+    if name.endswith("_"):
+        for gather_again in {each.gather_again for each in targets if hasattr(each, "gather_again")}:
+            gather_again()
+    return result or None
+
+
+def _mesh(value: Any) -> DeviceMesh | None:
+    return value.device_mesh if isinstance(value, DTensor) else None
+
+
+def _as_kind(target: Any, value: Any) -> Any:
+    """Return a tensor sharded like another one, or in full if that is not sharded."""
+    if not isinstance(value, Tensor) or _mesh(value) == _mesh(target):
+        return value
+    value = full_value(value)
+    return as_shard(target, value) if isinstance(target, DTensor) and value.ndim else value
 
 
 def _written(func: Any, name: str, args: Any, kwargs: Any, target: Any, needs_full: bool) -> Any:
@@ -324,14 +363,14 @@ def _in_place(func: Any, name: str, target: Any, args: Any, kwargs: Any) -> Any:
             "new tensor, such as total = total + x, or torch.no_grad()."
         )
     if not isinstance(target, DTensor):
-        return _on_full(func, args, kwargs)
+        _on_full(func, args, kwargs)
+        return target
 
     def write(tensor: Tensor) -> None:
-        own = {"tensor": tensor} if not args else {}
-        rest = tree_map_only(
-            DTensor, full_value, (tuple(args[1:]), {k: v for k, v in kwargs.items() if v is not target})
+        given = tree_map_only(
+            DTensor, lambda each: tensor if each is target else full_value(each), (tuple(args), kwargs)
         )
-        func(*((tensor,) if args else ()), *rest[0], **{**rest[1], **own})
+        func(*given[0], **given[1])
 
     with torch.no_grad():
         # From the view to the parameter, of which the view may be a copy.

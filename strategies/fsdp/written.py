@@ -1,16 +1,19 @@
 """Changes that the user's code makes to gathered parameters: each rank takes over those of its shards.
 
 A gathered parameter is a copy, which is freed after its use. Changes in place are known from the version of the copy,
-and those through ``data`` from the use of that attribute.
+those through ``data`` from the use of that attribute, and those through NumPy from the memory, which stays with its
+array. The gradient of a gathered parameter is that of its shards.
 
 Private names of torch's FSDP are used: ``_to_sharded`` of a group, and the records of its parameters.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +24,25 @@ from ...framework.core.torch_versions import fsdp_groups
 from .boxes import local_of
 from .ordinary import check_shape
 
+_GRAD: Any = Tensor.grad
+_PACKAGE = __name__.partition(".strategies.")[0]
+# Those that mean the gradient of the gathered parameter itself, which FSDP has not reduced.
+_OF_GATHERED = ("torch.distributed.fsdp.", f"{_PACKAGE}.strategies.", f"{_PACKAGE}.framework.")
+
+
+def _is_own(caller: FrameType) -> bool:
+    name: str = caller.f_globals.get("__name__", "")
+    return name.startswith(_OF_GATHERED)
+
 
 class _Gathered(nn.Parameter):
-    """A gathered parameter that notes the use of ``data``, whose changes have no version."""
+    """A gathered parameter that notes the use of ``data``, whose changes have no version, and has the gradient of its
+    shards.
+    """
 
     note_use: Callable[[], None]
+    shards: Callable[[], Any]
+    """Returns the sharded parameter."""
 
     @property
     def data(self) -> Tensor:
@@ -40,6 +57,25 @@ class _Gathered(nn.Parameter):
         check_shape(self, value)
         with torch.no_grad():
             self.copy_(value)
+
+    @property
+    def grad(self) -> Any:
+        """Return the gradient that was not reduced yet, else the reduced one."""
+        own = _GRAD.__get__(self)
+        return own if own is not None or _is_own(sys._getframe(1)) else self.shards().grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if _is_own(sys._getframe(1)):
+            _GRAD.__set__(self, value)
+            return
+        _GRAD.__set__(self, None)
+        self.shards().grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__set__(self, None)
+        self.shards().grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -69,19 +105,25 @@ class _Group:
     def __init__(self, group: Any, records: list[Any], notes_data: bool) -> None:
         self._group = group
         self._records = records
-        self._gathered = [local_of(record._unsharded_param) for record in records]
-        self._versions = [each._version for each in self._gathered]
+        # An operation on a DTensor is counted by it, and one on its local tensor by that.
+        self._gathered = [(record._unsharded_param, local_of(record._unsharded_param)) for record in records]
+        self._versions = self._counts()
         self._uses_data = False
         if notes_data:
-            for each in (record._unsharded_param for record in records):
+            for record in records:
+                each: Any = record._unsharded_param
                 if type(each) is nn.Parameter:
                     # No ordinary way: torch has made the parameter, and modules hold it.
                     each.__class__ = _Gathered
-                    cast(_Gathered, each).note_use = self._note_use
+                    each.note_use, each.shards = self._note_use, partial(getattr, record, "sharded_param")
         group._to_sharded = partial(self._free, group._to_sharded)
-        for record in records:
+
+        def gather_again() -> None:
             # Not the method: a copy of the parameter would copy its object.
-            record.sharded_param.gather_again = lambda: self._gather_again()
+            self._gather_again()
+
+        for record in records:
+            record.sharded_param.gather_again = gather_again
 
     def _gather_again(self) -> None:
         """Gather the parameters again, after a change of shards in code that also uses what is gathered. Collective."""
@@ -90,20 +132,49 @@ class _Group:
             self._group.unshard()
             self._group.wait_for_unshard()
 
+    def _counts(self) -> list[int]:
+        return [whole._version + local._version for whole, local in self._gathered]
+
     def _note_use(self) -> None:
         self._uses_data = True
 
     def _free(self, free: Callable[[], None]) -> None:
-        before, self._versions = self._versions, [each._version for each in self._gathered]
+        before, self._versions = self._versions, self._counts()
         uses_data, self._uses_data = self._uses_data, False
         if (before != self._versions or uses_data) and self._group.is_unsharded:
-            with torch.no_grad():
-                for record, old, new in zip(self._records, before, self._versions, strict=True):
-                    if old != new or uses_data:
-                        _carry(record, is_changed=old != new)
-        free()
+            for record, old, new in zip(self._records, before, self._versions, strict=True):
+                if old != new or uses_data:
+                    _carry(record, is_changed=old != new)
+        try:
+            free()
+        except RuntimeError:
+            # The memory of an array of NumPy cannot be freed, and may have been written to.
+            shared = [record for record in self._records if not _memory(record).resizable()]
+            if not shared:
+                raise
+            for record in shared:
+                _carry(record, is_changed=False)
+                _take_other_memory(record)
+            free()
 
 
+def _memory(record: Any) -> torch.UntypedStorage:
+    return local_of(record._unsharded_param).untyped_storage()
+
+
+@torch.no_grad()
+def _take_other_memory(record: Any) -> None:
+    """Leave the memory of a gathered parameter to those who share it."""
+    old = _memory(record)
+    new = torch.UntypedStorage(old.size(), device=old.device)
+    for each in (*record.all_gather_outputs, *record._unsharded_inner_tensors, local_of(record._unsharded_param)):
+        if each.untyped_storage().data_ptr() == old.data_ptr():
+            # The backward pass, which needs the parameter, gathers it again.
+            with torch.autograd._unsafe_preserve_version_counter(each):
+                each.set_(new, each.storage_offset(), each.size(), each.stride())
+
+
+@torch.no_grad()
 def _carry(record: Any, is_changed: bool) -> None:
     """Copy this rank's part of a gathered parameter to its shard."""
     dim, rank = record.fsdp_placement.dim, getattr(record.mesh_info, "shard_mesh_rank", 0)
