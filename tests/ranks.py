@@ -355,14 +355,15 @@ def _end_groups() -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    if engine := sys.modules.get("phalanx.strategies.deepspeed.engine"):
+        # An engine that was not stopped has replaced functions of torch, and keeps clones of the world's group.
+        engine.release_globals()
     if dist.get_world_size() == 1:
         # A single rank begins each function without a group.
         dist.destroy_process_group()
         return
-    dist.barrier()
-    if engine := sys.modules.get("phalanx.strategies.deepspeed.engine"):
-        # An engine that was not stopped has replaced functions of torch, and keeps clones of the world's group.
-        engine.release_globals()
     groups = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     for group in groups:
         dist.destroy_process_group(group)
