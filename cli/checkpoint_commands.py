@@ -92,3 +92,6 @@ def _convert(verbs: Any) -> None:
     parser.add_argument(
         "--leave-out", metavar="CLASS", action="append", default=[], help="a class whose objects are left out"
     )
+    parser.add_argument(
+        "--trust", action="store_true", help="unpickle whatever the files name, which can run any code in them"
+    )
