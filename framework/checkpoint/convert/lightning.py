@@ -94,7 +94,7 @@ def from_trainer(content: Mapping[str, Any], weights: dict[str, Tensor], format:
     foreign.scaler = next((content[key] for key in _SCALERS if content.get(key)), None)
     foreign.hparams = dict(content.get("hyper_parameters") or {})
     left = request.pickles.left
-    foreign.unsaved_hparams = [place[1] for place in left if place[0] == "hyper_parameters" and len(place) == 2]
+    foreign.unsaved_hparams = [place[1] for place in left if place[:1] == ("hyper_parameters",) and len(place) == 2]
     if content.get("callbacks"):
         foreign.notes.append(f"left out: the state of Lightning's callbacks {counted(content['callbacks'])}")
     foreign.notes.append("left out: random generators and the order of shuffled data, which Lightning does not save")

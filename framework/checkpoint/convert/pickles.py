@@ -28,7 +28,7 @@ from ..codec import encode
 from ..codec_encoder import NUMPY, at
 
 
-class Attributes(dict[str, Any]):
+class _Attributes(dict[str, Any]):
     """The attributes of an object, for which it stands."""
 
     def __setstate__(self, state: Any) -> None:
@@ -92,12 +92,12 @@ _PATHS = {
     **dict.fromkeys(("Windows", "PureWindows"), pathlib.PureWindowsPath),
 }
 _STAND_INS: dict[str, Any] = {
-    "argparse.Namespace": Attributes,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Attributes,
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Attributes,
+    "argparse.Namespace": _Attributes,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Attributes,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Attributes,
     "deepspeed.runtime.zero.config.ZeroStageEnum": _only,
-    "deepspeed.utils.tensor_fragment.fragment_address": Attributes,
-    "lightning_fabric.utilities.types.AttributeDict": Attributes,
+    "deepspeed.utils.tensor_fragment.fragment_address": _Attributes,
+    "lightning_fabric.utilities.types.AttributeDict": _Attributes,
     **dict.fromkeys(
         (
             "collections.defaultdict",
@@ -178,8 +178,7 @@ class Pickles:
                 value = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
             except pickle.UnpicklingError as error:
                 if not self._trust:
-                    names = _names(file, error)
-                    raise _refused(path, names, f", or leave_out={names!r} to leave these objects out") from None
+                    raise _refused(path, _names(file, error), can_leave_out=True) from None
                 if not isinstance(file, Path):
                     file.seek(0)
                 value = torch.load(file, map_location="cpu", weights_only=False, mmap=mmap, pickle_module=_TRUSTING)
@@ -196,7 +195,7 @@ class Pickles:
                 return _Index(file).load()
             except pickle.UnpicklingError as error:
                 if not self._trust:
-                    raise _refused(path, _names(path, error), "") from None
+                    raise _refused(path, _names(path, error), can_leave_out=False) from None
                 file.seek(0)
                 return pickle.Unpickler(file).load()
 
@@ -234,12 +233,13 @@ def _names(file: Path | BinaryIO, error: Exception) -> list[str]:
     return re.findall(r"GLOBAL ([\w.]+)", str(error))[:1]
 
 
-def _refused(path: Path, names: list[str], other: str) -> CheckpointError:
-    if not names:
-        return CheckpointError(f"{path} cannot be read: its pickle is not one that torch writes.")
+def _refused(path: Path, names: list[str], can_leave_out: bool) -> CheckpointError:
+    # Without names, it has operations that only a pickle of another program than torch has.
+    what = f"{path} names {', '.join(names[:10])}" if names else f"the pickle in {path} is not as torch writes it"
+    other = f", or leave_out={names!r} to leave these objects out" if names and can_leave_out else ""
     return CheckpointError(
-        f"{path} names {', '.join(names[:10])}, which is not read, since a pickle can run any code: if you know who "
-        f"wrote it, pass trust=True (--trust){other}."
+        f"{what}, which is not read, since a pickle can run any code: if you know who wrote it, pass trust=True "
+        f"(--trust){other}."
     )
 
 
