@@ -95,7 +95,7 @@ def _rename_in_strings(source: Source, found: list[Binding], renamed: dict[str, 
 
 def _list_others(source: Source, outcome: Outcome) -> None:
     """Leave the first use of a framework whose programs are rewritten by hand."""
-    used: dict[tuple[str, str], cst.CSTNode] = {}
+    used: dict[tuple[str, str], cst.Name | cst.Attribute] = {}
     for node in source.references():
         for path in source.imported_names(node):
             if found := _OTHERS.get(path) or _OTHERS.get(path.partition(".")[0]):

@@ -48,7 +48,7 @@ def parameters(engine: Engine, named: Callable[[str], str]) -> tuple[dict[str, T
     key, inner = "single_partition_of_fp32_groups", "base_optimizer_state"
     if engine.stage == 3:
         key, inner = "fp32_flat_groups", "optimizer_state_dict"
-    bases = [partition.get(inner) for partition in engine.partitions]
+    bases: list[Any] = [partition.get(inner) for partition in engine.partitions]
     if not all(isinstance(base, dict) and "state" in base for base in bases) or key not in engine.partitions[0]:
         raise CheckpointError(
             f"{engine.folder} holds ZeRO states in a form that is not converted (elastic or universal checkpoints): "

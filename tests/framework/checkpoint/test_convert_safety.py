@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from phalanx import checkpoint
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
@@ -84,9 +85,7 @@ def hostile(kind: str, folder: Path, extra: Any) -> Path:
         torch.save({"weight": torch.zeros(2)}, folder / "pytorch_model.bin")
         torch.save({"state": {}, "param_groups": [], "extra": extra}, folder / "optimizer.bin")
     elif kind == "accelerate-sharded":
-        torch.distributed.checkpoint.save(
-            {"model": {"weight": torch.zeros(2), "extra": extra}}, checkpoint_id=folder / "pytorch_model_fsdp_0"
-        )
+        save({"model": {"weight": torch.zeros(2), "extra": extra}}, checkpoint_id=folder / "pytorch_model_fsdp_0")
     elif kind == "accelerate-deepspeed":
         (folder / "pytorch_model").mkdir()
         torch.save(states(extra), folder / "pytorch_model" / "mp_rank_00_model_states.pt")
@@ -133,9 +132,10 @@ def test_objects_of_a_class_are_left_out_or_trusted(tmp_path: Path) -> None:
 
     with refuses(CheckpointError, name, "trust=True", "leave_out="):
         checkpoint.convert(source, tmp_path / "out")
-    for out, given in (("left out", {"leave_out": [name]}), ("trusted", {"trust": True})):
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (("left out", {"leave_out": [name]}), ("trusted", {"trust": True}))
+    for out, given in cases:
         notes: list[str] = []
-        path = checkpoint.convert(source, tmp_path / out, note=notes.append, **given)  # type: ignore[arg-type]
+        path = checkpoint.convert(source, tmp_path / out, note=notes.append, **given)
         content = checkpoint.load(path)
         assert (content["hparams"], content["unsaved_hparams"]) == ({"lr": 0.1, "many": [None, 1]}, ["loss"])
         assert f"left out: ['hyper_parameters']['loss'] ({name})" in notes
