@@ -201,19 +201,15 @@ def test_a_migrated_project_trains_as_with_lightning(tmp_path: Path) -> None:
     project, theirs = write_project(tmp_path / "ours"), write_project(tmp_path / "theirs")
     run_with_lightning(theirs, "fit", "--config", "config.yaml")
     migrate(project)
-    sharded = ("--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=4")
-    assert "project points\n" in run(project, "fit", "--config", "config.yaml", *sharded)
-    assert column(project, "val_loss") == pytest.approx(column(theirs, "val_loss"), rel=1e-5, abs=1e-6)
-    (best,) = project.glob("logs/points/version_0/checkpoints/best.ckpt")
-    assert "test_loss" in run(project, "test", "--config", "config.yaml", f"--ckpt_path={best}")
-
-    # The complete configuration that Lightning has saved, with its defaults.
-    (saved,) = theirs.glob("logs/points/version_0/config.yaml")
-    run(project, "fit", "--config", str(saved))
-    assert (project / "logs/points/version_1").is_dir()
+    assert "project points\n" in run(project, "fit", "--config", "config.yaml")
     assert column(project, "train_loss") == torch_losses()
     for metric in ("train_loss", "val_loss", "val_acc", "lr-AdamW"):
         assert column(project, metric) == column(theirs, metric), metric
+
+    # The complete configuration that Lightning has saved, with its defaults.
+    (saved,) = theirs.glob("logs/points/version_0/config.yaml")
+    (best,) = project.glob("logs/points/version_0/checkpoints/best.ckpt")
+    assert "test_loss" in run(project, "test", "--config", str(saved), f"--ckpt_path={best}")
 
 
 def test_the_names_of_the_module_are_those_of_lightning() -> None:
