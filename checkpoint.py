@@ -1,4 +1,4 @@
-"""``phalanx.checkpoint``: read, write, compare and convert checkpoints. Nothing in here pickles or unpickles."""
+"""``phalanx.checkpoint``: read, write, compare and convert checkpoints. None of phalanx contains a pickle."""
 
 from __future__ import annotations
 

@@ -147,6 +147,7 @@ def convert_checkpoint(given: argparse.Namespace) -> int:
         module=module,
         prefix=given.prefix,
         leave_out=given.leave_out,
+        trust=given.trust,
         note=notes.append if given.json else say,
     )
     say_json({"path": str(out), "notes": notes}) if given.json else say(f"wrote {out}")

@@ -86,9 +86,10 @@ def _convert(verbs: Any) -> None:
     )
     parser.add_argument("path", help="the foreign file or folder")
     parser.add_argument("out", help="the checkpoint to make; nothing may be there")
-    parser.add_argument("--format", help="the format, if it is not recognised: lightning, accelerate, deepspeed, ...")
+    parser.add_argument("--format", help="the format, if it is not recognised")
     parser.add_argument("--module", metavar="MODULE:CLASS", help="the module's class, where names are not certain")
     parser.add_argument("--prefix", default="", help="prefix to add to the names of weights, such as net.")
     parser.add_argument(
         "--leave-out", metavar="CLASS", action="append", default=[], help="a class whose objects are left out"
     )
+    parser.add_argument("--trust", action="store_true", help="unpickle all they name: it can run any code")

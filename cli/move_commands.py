@@ -19,9 +19,8 @@ def add_commands(commands: Any) -> None:
 def _migrate(commands: Any) -> None:
     parser = add_command(
         commands, "migrate", migrate_files,
-        "rewrite scripts of Lightning and other frameworks for phalanx",
+        "rewrite scripts of Lightning and Accelerate for phalanx",
         "phalanx migrate train.py config.yaml --write",
-        "Knows Lightning, Accelerate, the Hugging Face Trainer and Composer.\n"
         "Prints the differences, and what is left to you.",
     )  # fmt: skip
     parser.add_argument("files", metavar="FILE", nargs="+", help="scripts, YAML configurations, or directories of them")

@@ -1,7 +1,7 @@
 """Trains the model of ``foreign_model`` with another library, saves in the middle and goes on.
 
-Run as ``python foreign_runs.py FOLDER KIND...``, once for each rank with the variables of torchrun. The checkpoint of a
-kind is ``FOLDER/<kind>``; the losses after it, averaged over ranks, are in ``FOLDER/<kind>.json``.
+Run as ``python foreign_runs.py FOLDER``, once for each rank with the variables of torchrun. The checkpoint of a kind is
+``FOLDER/<kind>``; the losses after it, averaged over ranks, are in ``FOLDER/<kind>.json``.
 """
 
 from __future__ import annotations
@@ -108,17 +108,10 @@ def lightning_fit(
 
 
 def lightning(target: Path) -> list[float]:
-    return lightning_fit(target, False, None, devices=1)
-
-
-def lightning_groups(target: Path) -> list[float]:
-    return lightning_fit(target, True, None, devices=1)
-
-
-def lightning_averaged(target: Path) -> list[float]:
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
-    return lightning_fit(target, False, None, devices=1, averaging=[EMAWeightAveraging(decay=0.5)])
+    averaging = [EMAWeightAveraging(decay=0.5)]
+    return lightning_fit(target, False, None, devices=WORLD_SIZE, strategy="ddp", averaging=averaging)
 
 
 def lightning_sharded(target: Path) -> list[float]:
@@ -153,7 +146,8 @@ def lightning_deepspeed(target: Path) -> list[float]:
 def accelerate(target: Path) -> list[float]:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    # Else the schedule is stepped once for each process.
+    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
     net = seeded_net()
     optimizer = optimizer_of(net, True)
     model, own, schedule = accelerator.prepare(net, optimizer, schedule_of(optimizer))
@@ -220,10 +214,7 @@ def deepspeed_fit(
     target: Path, stage: int, dtype: str = "fp32", save: Callable[[Any, Path], None] | None = None
 ) -> list[float]:
     import deepspeed
-    from deepspeed.ops import __compatible_ops__ as compatible_ops
 
-    # Would be compiled, for DeepSpeed's inference alone.
-    compatible_ops["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     net = seeded_net()
     optimizer = optimizer_of(net, True)
@@ -259,36 +250,36 @@ def accelerate_deepspeed(target: Path) -> list[float]:
         engine.save_checkpoint(str(target), "pytorch_model")
         save_accelerator_state(str(target), [], [], [], [], RANK, SAVED_AFTER)
 
-    return deepspeed_fit(target, 2, save=save)
+    return deepspeed_fit(target, 1, save=save)
 
 
 KINDS: dict[str, Callable[[Path], list[float]]] = {
     "lightning": lightning,
-    "lightning-groups": lightning_groups,
-    "lightning-averaged": lightning_averaged,
     "lightning-sharded": lightning_sharded,
     "lightning-deepspeed": lightning_deepspeed,
     "accelerate": accelerate,
     "accelerate-sharded": accelerate_sharded,
     "accelerate-deepspeed": accelerate_deepspeed,
-    **{f"zero{stage}": partial(deepspeed_fit, stage=stage) for stage in (0, 1, 3)},
+    **{f"zero{stage}": partial(deepspeed_fit, stage=stage) for stage in (0, 3)},
 }
 
 
-def main(folder: Path, kinds: list[str]) -> None:
+def main(folder: Path) -> None:
+    from deepspeed.ops import __compatible_ops__ as compatible_ops
+
+    # Would be compiled, for DeepSpeed's inference alone.
+    compatible_ops["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
-    if WORLD_SIZE > 1:
-        dist.init_process_group("gloo")
-    for kind in kinds:
-        losses = KINDS[kind](folder / kind)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=RANK, world_size=WORLD_SIZE)
+    for kind, run in KINDS.items():
+        losses = run(folder / kind)
         if RANK == 0:
             (folder / f"{kind}.json").write_text(json.dumps(losses))
-    if dist.is_initialized():
-        dist.barrier()
+    dist.barrier()
     # Libraries leave threads that end with the process only.
     sys.stdout.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -51,19 +51,11 @@ class Outcome:
         if each not in self.left:
             self.left.append(each)
 
-    def extend(self, other: Outcome) -> None:
-        self.edits += other.edits
-        for each in other.left:
-            self.leave(each.line, each.reason, each.page)
-
 
 def outermost(edits: Iterable[Edit]) -> list[Edit]:
-    """Return edits in order of their position, without those inside another one, which replaces their text as well.
-
-    An insertion at the first byte of another edit comes before it.
-    """
+    """Return edits in order of their position, without those inside another one, which replaces their text as well."""
     kept: list[Edit] = []
-    for edit in sorted(dict.fromkeys(edits), key=lambda each: (each.start, each.start != each.end, -each.end)):
+    for edit in sorted(dict.fromkeys(edits), key=lambda each: (each.start, -each.end)):
         if not kept or edit.start >= kept[-1].end:
             kept.append(edit)
     return kept

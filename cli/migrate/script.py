@@ -9,13 +9,25 @@ import libcst as cst
 
 from .bindings import Binding, bindings, imported_frameworks
 from .calls import check_calls
-from .composer import migrate_composer
-from .edits import Outcome, outermost
-from .hf_trainer import migrate_hf_trainer
+from .edits import COMPOSER_PAGE, TRANSFORMERS_PAGE, Outcome, outermost
 from .hooks import check_accelerators, check_methods
 from .imports import ImportRewriter
 from .names import Target, counterpart
 from .source import Source
+
+_OTHERS = {
+    "composer": ("Composer", COMPOSER_PAGE),
+    **dict.fromkeys(
+        (
+            "transformers.Seq2SeqTrainer",
+            "transformers.Seq2SeqTrainingArguments",
+            "transformers.Trainer",
+            "transformers.TrainerCallback",
+            "transformers.TrainingArguments",
+        ),
+        ("transformers' Trainer", TRANSFORMERS_PAGE),
+    ),
+}
 
 
 class NotPython(ValueError):
@@ -44,8 +56,7 @@ def migrate_script(text: bytes, is_package_file: bool = False) -> Outcome:
         check_calls(source, outcome)
         check_methods(source, frameworks, outcome)
         check_accelerators(source, outcome)
-    migrate_hf_trainer(source, outcome)
-    migrate_composer(source, outcome)
+    _list_others(source, outcome)
     outcome.edits = outermost(outcome.edits)
     outcome.left.sort()
     return outcome
@@ -80,6 +91,18 @@ def _rename_in_strings(source: Source, found: list[Binding], renamed: dict[str, 
             new = re.sub(r"(?<![\w.])[A-Za-z_]\w*(?:\.\w+)*", new_name, old)
             if new != old:
                 outcome.replace(source.span(string), new, source.line(string))
+
+
+def _list_others(source: Source, outcome: Outcome) -> None:
+    """Leave the first use of a framework whose programs are rewritten by hand."""
+    used: dict[tuple[str, str], cst.Name | cst.Attribute] = {}
+    for node in source.references():
+        for path in source.imported_names(node):
+            if found := _OTHERS.get(path) or _OTHERS.get(path.partition(".")[0]):
+                used.setdefault(found, node)
+    for (title, page), node in used.items():
+        reason = f"programs of {title} are not rewritten: the page has the equivalent of each argument and method."
+        outcome.leave(source.line(node), reason, page)
 
 
 def _strings(node: cst.CSTNode) -> list[cst.SimpleString]:

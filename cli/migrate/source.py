@@ -49,25 +49,12 @@ class Source:
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         return self._parents.get(node)
 
-    def ancestor(self, node: cst.CSTNode, *kinds: type[cst.CSTNode]) -> Any:
-        """Return the closest node of these kinds around a node, or None."""
-        above = self.parent(node)
-        while above is not None and not isinstance(above, kinds):
-            above = self.parent(above)
-        return above
-
     def imported_names(self, node: cst.CSTNode) -> list[str]:
         """Return the full dotted names that an expression has by imports, sorted; several after try and except."""
         found = self._names.get(node) or ()
         found = found() if callable(found) else found
         imported = metadata.QualifiedNameSource.IMPORT
         return sorted(each.name for each in found if each.source is imported)
-
-    def has_siblings(self, statement: cst.CSTNode) -> bool:
-        """Whether the block of a small statement has other statements, so that it can go."""
-        line = self.parent(statement)
-        block = self.parent(line) if line is not None else None
-        return len(getattr(line, "body", ())) == 1 and len(getattr(block, "body", ())) > 1
 
     def indentation(self, node: cst.CSTNode) -> str:
         """Return the white space before the line that a node begins on."""

@@ -152,6 +152,10 @@ def test_convert(tmp_path: Path, run: Any) -> None:
     assert checkpoint.verify(tmp_path / "out.ckpt") == []
     assert torch.equal(checkpoint.weights(tmp_path / "out.ckpt")["weight"], weights["weight"])
 
+    torch.save({**foreign, "hyper_parameters": {"loss": torch.nn.MSELoss()}}, tmp_path / "names.ckpt")
+    assert run("convert", tmp_path / "names.ckpt", tmp_path / "named.ckpt").code == 65
+    assert run("convert", tmp_path / "names.ckpt", tmp_path / "named.ckpt", "--trust").code == 0
+
     done = run("convert", tmp_path / "nothing", tmp_path / "other.ckpt")
     assert (done.code, done.out) == (65, "")
     for module in ("json:Nothing", "nowhere", "no.such.module:Class"):

@@ -94,6 +94,24 @@ def test_a_line_names_one_page(tmp_path: Path, run: Any) -> None:
     assert line.count("docs/") == 1
 
 
+@pytest.mark.parametrize(
+    ("program", "line", "title", "page"),
+    [
+        ("import transformers\n\ntrainer = transformers.Trainer()\n", 3, "transformers' Trainer", "hf-trainer"),
+        ("from composer import ComposerModel\n\n\nclass Net(ComposerModel): ...\n", 4, "Composer", "composer"),
+    ],
+)
+def test_the_page_about_a_framework_that_is_not_rewritten_is_named_once(
+    tmp_path: Path, run: Any, program: str, line: int, title: str, page: str
+) -> None:
+    file = script(tmp_path, text=program)
+    left, summary = run(file, "--write").out.splitlines()
+    assert left.startswith(f"{file}:{line}: programs of {title} are not rewritten: ")
+    assert left.endswith(f"See docs/migrating-from-{page}.md.")
+    assert summary == "0 files written, 0 replacements; 1 line left to you"
+    assert file.read_text() == program
+
+
 def test_a_link_stays_a_link(tmp_path: Path, run: Any) -> None:
     file = script(tmp_path, "real/train.py")
     link = tmp_path / "train.py"

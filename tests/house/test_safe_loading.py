@@ -18,6 +18,8 @@ FORBIDDEN = (
     *("subprocess.", "os.system", "os.popen", "os.execv", "os.posix_spawn"),
 )
 CONVERT = "framework/checkpoint/convert/"
+# Foreign checkpoints that the user trusts are loaded in one place.
+TRUSTING = f"{CONVERT}pickles.py"
 # Modules that a checkpoint passes on its way, by the beginning of their names.
 LOAD_PATH = (
     *("checkpoint.py", "framework/checkpoint/", "framework/resume/restore.py", "framework/state/module_loading.py"),
@@ -119,7 +121,7 @@ def test_every_load_path_exists() -> None:
 
 def test_torch_loads_weights_alone_wherever_it_loads() -> None:
     found = {path.relative_to(ROOT).as_posix(): unsafe_loads(path.read_text()) for path in CODE}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert {name: len(lines) for name, lines in found.items() if lines} == {TRUSTING: 1}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import CheckpointError
-from .dcp_state import named_optimizer, nested, tensors_of
+from .dcp import named_optimizer, read_nested, tensors_of
 from .deepspeed import from_engine, read_engine
 from .detect_format import file_of, names_in
-from .foreign_state import Foreign, ForeignProgress, all_bare, counted, prefix_in
+from .foreign_state import Foreign, ForeignProgress, Request, all_bare, counted, prefix_in
 from .parameter_order import build_module, by_name, orders_of, with_kinds
-from .unpickle_client import Content, Job, Request
 
 _SAFE, _PICKLED, _FULL, _SCALER = "model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "scaler.pt"
 _MOST_INDEX_BYTES = 1 << 30
@@ -26,50 +25,42 @@ _NOT_CARRIED = re.compile(r"(random_states|custom_checkpoint)_\d+\.pkl|(sampler|
 
 def convert_folder(request: Request) -> Foreign:
     """Read a folder that ``save_state`` wrote for one model."""
-    source, names = request.source, names_in(request.source)
-    _refuse_several(request)
+    source, files = request.source, names_in(request.source).files
+    _refuse_several(source, files)
     # safetensors files hold tensors in an order of their own.
-    ordered = not (_SAFE in names.files or f"{_SAFE}.index.json" in names.files)
-    parts = [Job(path) for path in _pickled_parts(source)] if ordered else []
-    kept = _numbered(source, "optimizer")
-    contents = request.read([*parts, *kept, *_beside(source)])
-    held = _tensors(contents[: len(parts)]) if ordered else _read_safe(source)
-    weights = all_bare(held, ("module.",) if _ranks(names.files) > 1 else ())
+    ordered = not (_SAFE in files or f"{_SAFE}.index.json" in files)
+    held = _read_pickled(request) if ordered else _read_safe(source)
+    weights = all_bare(held, ("module.",) if _ranks(files) > 1 else ())
     module = build_module(request.module, {})
     prefix = prefix_in(module, weights, request.prefix)
     foreign = Foreign("accelerate", {prefix + name: tensor for name, tensor in weights.items()})
-    states = [_behind(prefix, content) for content in contents[len(parts) : len(parts) + len(kept)]]
+    states = [_behind(prefix, state) for state in _numbered(request, "optimizer")]
     orders = orders_of(module, request.optimizers)
     foreign.optimizers = by_name(states, foreign.weights, orders, ordered, foreign.notes) if states else None
-    return _with_rest(foreign, source, contents[len(parts) + len(kept) :])
+    return _with_rest(foreign, request)
 
 
 def convert_sharded(request: Request) -> Foreign:
     """Read a folder that ``save_state`` wrote under FSDP, as torch.distributed.checkpoint folders."""
     source = request.source
-    model, *others = _only(source, r"pytorch_model_fsdp_\d+"), *_folders(source, r"optimizer_\d+")
-    folders = [source / name for name in (model, *others)]
-    contents = request.read([*(Job(folder, sharded=True) for folder in folders), *_beside(source)])
-    trees = [nested(content, folder) for content, folder in zip(contents, folders, strict=False)]
-    weights = all_bare(tensors_of(trees[0].get("model"), folders[0]))
+    folder = source / _only(source, r"pytorch_model_fsdp_\d+")
+    weights = all_bare(tensors_of(read_nested(folder, request.pickles).get("model"), folder))
     module = build_module(request.module, {})
     prefix = prefix_in(module, weights, request.prefix)
     foreign = Foreign("accelerate-sharded", {prefix + name: tensor for name, tensor in weights.items()})
     optimizers = [
-        named_optimizer(tree.get("optimizer", {}), folder, prefix)
-        for tree, folder in zip(trees[1:], folders[1:], strict=True)
+        named_optimizer(read_nested(source / name, request.pickles).get("optimizer", {}), source / name, prefix)
+        for name in _folders(source, r"optimizer_\d+")
     ]
     foreign.optimizers = with_kinds(optimizers, orders_of(module, request.optimizers)) or None
-    return _with_rest(foreign, source, contents[len(folders) :])
+    return _with_rest(foreign, request)
 
 
 def convert_deepspeed(request: Request) -> Foreign:
     """Read a folder that ``save_state`` wrote under DeepSpeed: an engine's folder, and the rest beside it."""
-    source = request.source
-    engine = read_engine(source / _only(source, r"pytorch_model(_\d+)?"), request)
+    engine = read_engine(request.source / _only(request.source, r"pytorch_model(_\d+)?"), request)
     prefix = prefix_in(build_module(request.module, {}), engine.first["module"], request.prefix)
-    foreign = from_engine(engine, "accelerate-deepspeed", request, prefix)
-    return _with_rest(foreign, source, request.read(_beside(source)))
+    return _with_rest(from_engine(engine, "accelerate-deepspeed", request, prefix), request)
 
 
 def _folders(source: Path, pattern: str) -> list[str]:
@@ -83,16 +74,12 @@ def _only(source: Path, pattern: str) -> str:
     return found[0]
 
 
-def _beside(source: Path) -> list[Job]:
-    """Return jobs for the schedulers, and the loss scaler last."""
-    scaler = [Job(file_of(source, _SCALER))] if _SCALER in names_in(source).files else []
-    return [*_numbered(source, "scheduler"), *scaler]
-
-
-def _with_rest(foreign: Foreign, source: Path, contents: Sequence[Content]) -> Foreign:
+def _with_rest(foreign: Foreign, request: Request) -> Foreign:
     """Return the checkpoint with schedulers, loss scaler and the number of steps; note what is left out."""
-    names, states = names_in(source), [dict(content) for content in contents]
-    scaler = states.pop() if _SCALER in names.files else foreign.scaler
+    names, states = names_in(request.source), _numbered(request, "scheduler")
+    scaler = foreign.scaler
+    if _SCALER in names.files:
+        scaler = request.pickles.load(file_of(request.source, _SCALER))
     steps = foreign.progress.global_step or _steps(foreign)
     notes = [*foreign.notes, "left out: epoch and position in the data, which Accelerate does not save"]
     left = sorted(name for name in names.files if _NOT_CARRIED.fullmatch(name))
@@ -117,23 +104,24 @@ def _ranks(files: frozenset[str]) -> int:
     return sum(bool(re.fullmatch(r"random_states_\d+\.pkl", name)) for name in files)
 
 
-def _refuse_several(request: Request) -> None:
-    several = [name for name in names_in(request.source).files if re.fullmatch(r"(pytorch_)?model_\d+\.\w+", name)]
+def _refuse_several(source: Path, files: frozenset[str]) -> None:
+    several = sorted(name for name in files if re.fullmatch(r"(pytorch_)?model_\d+\.\w+", name))
     if several:
         raise CheckpointError(
-            f"{request.source} holds several models ({counted(sorted(several))} beside the first); one can be "
-            "converted: train each by itself, or put them into one module before save_state."
+            f"{source} holds several models ({counted(several)} beside the first); one can be converted: train each by "
+            "itself, or put them into one module before save_state."
         )
 
 
-def _numbered(source: Path, stem: str) -> list[Job]:
-    """Return jobs for ``<stem>.bin``, ``<stem>_1.bin`` and so on."""
+def _numbered(request: Request, stem: str) -> list[dict[str, Any]]:
+    """Read ``<stem>.bin``, ``<stem>_1.bin`` and so on."""
     numbers = [
         int(match[1] or 0)
-        for name in names_in(source).files
+        for name in names_in(request.source).files
         if (match := re.fullmatch(rf"{stem}(?:_(\d+))?\.bin", name))
     ]
-    return [Job(file_of(source, f"{stem}.bin" if not n else f"{stem}_{n}.bin")) for n in sorted(numbers)]
+    files = [f"{stem}.bin" if not number else f"{stem}_{number}.bin" for number in sorted(numbers)]
+    return [request.pickles.load(file_of(request.source, name)) for name in files]
 
 
 def _behind(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,14 +138,13 @@ def _behind(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
     return {"param_groups": groups, "state": kept}
 
 
-def _pickled_parts(source: Path) -> list[Path]:
-    files = names_in(source).files
+def _read_pickled(request: Request) -> dict[str, Tensor]:
+    source, files = request.source, names_in(request.source).files
     if f"{_PICKLED}.index.json" in files:
-        return _indexed(source, f"{_PICKLED}.index.json")
-    return [file_of(source, _FULL if _FULL in files else _PICKLED)]
-
-
-def _tensors(contents: Sequence[Content]) -> dict[str, Tensor]:
+        parts = _indexed(source, f"{_PICKLED}.index.json")
+    else:
+        parts = [file_of(source, _FULL if _FULL in files else _PICKLED)]
+    contents = [request.pickles.load(part) for part in parts]
     return {name: value for content in contents for name, value in content.items() if isinstance(value, Tensor)}
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 
 from torch import nn
@@ -14,12 +12,12 @@ from torch.optim import Optimizer
 from ...core.arguments import names_arguments
 from ...core.errors import ConfigurationError
 from ...distributed.world import World
-from ...system.atomic_files import hidden_sibling, make_directory, refuse_existing, storage_error
+from ...system.atomic_files import make_directory, refuse_existing, storage_error
 from ..writer import save
 from . import accelerate, deepspeed, lightning
 from .detect_format import detect
-from .foreign_state import Foreign, snapshot_of
-from .unpickle_client import Content, Job, Request, read_foreign
+from .foreign_state import Foreign, Request, snapshot_of
+from .pickles import Pickles, notes_of
 
 _CONVERTERS: dict[str, Callable[[Request], Foreign]] = {
     "lightning": lightning.convert_file,
@@ -42,14 +40,14 @@ def convert(
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
     prefix: str = "",
     leave_out: Sequence[str] = (),
-    timeout: float | None = None,
+    trust: bool = False,
     note: Callable[[str], None] = print,
 ) -> Path:
     """Make a checkpoint of phalanx from one of Lightning, Accelerate or DeepSpeed; return its path.
 
     The model, the optimizers, schedulers, progress and hyperparameters are carried over, and ``note`` is called for
-    what is not. None of the three libraries is needed. Pickles are read by a process of its own, bounded in time and
-    memory, with torch's safe unpickler, which runs nothing that a file names.
+    what is not. None of the three libraries is needed. Pickles are read with torch's weights-only unpickler, which runs
+    nothing that a file names.
 
     Args:
         source: the foreign file or folder.
@@ -62,11 +60,13 @@ def convert(
         optimizers: the optimizers over ``module``'s parameters, where it has no ``configure_optimizers``.
         prefix: what the names of the foreign model get before them, such as ``"net."``.
         leave_out: names of classes in the foreign pickle whose objects are left out.
-        timeout: seconds that reading may take. Default: 5 minutes and one more for each 1.2 GB.
+        trust: whether a pickle that names other classes is unpickled all the same, which can run any code. Only for
+            files whose author you know.
         note: called with a line for each thing that is not carried over; they stay in the checkpoint's document too.
 
     Raises:
-        CheckpointError: the source is not there, unknown, damaged or hostile, or names are not certain.
+        CheckpointError: the source is not there, unknown or damaged, or names classes that are not read; or it is not
+            certain which parameter an optimizer's state is of.
         ConfigurationError: an argument breaks a rule; ``out`` exists, for one.
         StorageError: ``out`` cannot be written.
     """
@@ -76,21 +76,14 @@ def convert(
         raise ConfigurationError(f"prefix={prefix!r} was given, but a checkpoint of Lightning has its module's names.")
     refuse_existing(target)
     given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-    workplace = hidden_sibling(target, "tmp")
-    numbers = count()
-
-    def read(jobs: Sequence[Job]) -> list[Content]:
-        return read_foreign(jobs, workplace / f"{next(numbers)}", leave_out, timeout)
-
+    pickles = Pickles(trust, leave_out)
+    foreign = _CONVERTERS[kind](Request(origin, pickles, module, given, prefix))
+    foreign.notes = [*notes_of(pickles.left), *foreign.notes]
     try:
         make_directory(target.parent)
-        workplace.mkdir(mode=0o700)
-        foreign = _CONVERTERS[kind](Request(origin, read, module, given, prefix))
         save(target, snapshot_of(foreign, str(source)), World.single())
     except OSError as error:
         raise storage_error("converting to", target, error) from error
-    finally:
-        shutil.rmtree(workplace, ignore_errors=True)
     for line in foreign.notes:
         note(line)
     return target

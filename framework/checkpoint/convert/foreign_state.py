@@ -5,18 +5,32 @@ Wrappers put parts into the names of tensors, which are removed here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...core.errors import CheckpointError
 from ..codec import encode, encode_inline
 from ..write_plan import Shard, Snapshot
+from .pickles import Pickles
 
 SlotState = dict[str, dict[str, Any]]
 """Slots of each parameter by name: tensors, and step counters."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A foreign checkpoint, what reads its pickles, and the user's objects that tell names."""
+
+    source: Path
+    pickles: Pickles
+    module: Any = None
+    optimizers: Sequence[Optimizer] | None = None
+    prefix: str = ""
 
 
 @dataclass

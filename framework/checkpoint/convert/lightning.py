@@ -8,14 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.errors import CheckpointError, ConfigurationError
-from ..codec import encode
-from .dcp_state import named_optimizer, nested, tensors_of
+from ...core.errors import CheckpointError
+from .dcp import named_optimizer, read_nested, tensors_of
 from .deepspeed import OWN, from_engine, read_engine
 from .detect_format import file_of
-from .foreign_state import Foreign, ForeignAverage, ForeignProgress, all_bare, bare, counted
+from .foreign_state import Foreign, ForeignAverage, ForeignProgress, Request, all_bare, bare, counted
 from .parameter_order import build_module, by_name, orders_of, with_kinds
-from .unpickle_client import Content, Job, Request
 
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
 _KNOWN = {
@@ -33,7 +31,7 @@ def convert_file(request: Request) -> Foreign:
     Raises:
         CheckpointError: it is not Lightning's, or names are not certain.
     """
-    content = request.read([Job(request.source)])[0]
+    content = request.pickles.load(request.source)
     if not isinstance(content.get("state_dict"), dict) or "pytorch-lightning_version" not in content:
         raise CheckpointError(
             f"{request.source} is not a checkpoint of Lightning: it holds {counted([str(key) for key in content])}, "
@@ -62,8 +60,8 @@ def convert_file(request: Request) -> Foreign:
 def convert_sharded(request: Request) -> Foreign:
     """Read a folder of the strategies FSDP and ModelParallel: a folder of torch.distributed.checkpoint and meta.pt."""
     source = request.source
-    meta, content = request.read([Job(file_of(source, "meta.pt")), Job(source, sharded=True)])
-    tree = nested(content, source)
+    meta = request.pickles.load(file_of(source, "meta.pt"))
+    tree = read_nested(source, request.pickles)
     weights = all_bare(tensors_of(tree.get("state_dict", tree.get("model")), source))
     foreign = from_trainer(meta, weights, "lightning-sharded", request)
     places = sorted((name for name in tree if name.startswith("optimizer_")), key=lambda name: int(name[10:]))
@@ -75,10 +73,9 @@ def convert_sharded(request: Request) -> Foreign:
 def convert_deepspeed(request: Request) -> Foreign:
     """Read a folder of the strategy DeepSpeed: an engine's folder, with all else as its client state."""
     engine = read_engine(request.source / "checkpoint", request)
-    hparams, _ = _keepable(engine.first.get("hyper_parameters") or {})
-    built = build_module(request.module, hparams)
+    built = build_module(request.module, engine.first.get("hyper_parameters") or {})
     model = from_engine(engine, "lightning-deepspeed", replace(request, module=built), "")
-    client = Content({key: value for key, value in engine.first.items() if key not in OWN}, engine.first.left)
+    client = {key: value for key, value in engine.first.items() if key not in OWN}
     foreign = from_trainer(client, model.weights, model.format, request)
     foreign.optimizers, foreign.buffers = model.optimizers, model.buffers
     foreign.schedulers = foreign.schedulers or model.schedulers
@@ -86,24 +83,22 @@ def convert_deepspeed(request: Request) -> Foreign:
     return foreign
 
 
-def from_trainer(content: Content, weights: dict[str, Tensor], format: str, request: Request) -> Foreign:
+def from_trainer(content: Mapping[str, Any], weights: dict[str, Tensor], format: str, request: Request) -> Foreign:
     """Return all but the optimizers: progress, schedulers, loss scaler, hyperparameters, what the user added."""
-    foreign = Foreign(format, weights, notes=[f"left out: {place}" for place in content.left])
+    foreign = Foreign(format, weights)
     foreign.progress = progress_of(content, foreign.notes)
     schedulers = content.get("lr_schedulers")
     foreign.schedulers = list(schedulers) if schedulers is not None else None
     if any("num_bad_epochs" in state for state in foreign.schedulers or []) and foreign.progress.epoch_ended:
         foreign.notes.append("Lightning saves before ReduceLROnPlateau has seen the epoch's metric; it misses that one")
     foreign.scaler = next((content[key] for key in _SCALERS if content.get(key)), None)
-    foreign.hparams, foreign.unsaved_hparams = _keepable(content.get("hyper_parameters") or {})
-    foreign.notes += [
-        f"left out: hyper_parameters[{name!r}], which JSON cannot hold" for name in foreign.unsaved_hparams
-    ]
+    foreign.hparams = dict(content.get("hyper_parameters") or {})
+    left = request.pickles.left
+    foreign.unsaved_hparams = [place[1] for place in left if place[:1] == ("hyper_parameters",) and len(place) == 2]
     if content.get("callbacks"):
         foreign.notes.append(f"left out: the state of Lightning's callbacks {counted(content['callbacks'])}")
     foreign.notes.append("left out: random generators and the order of shuffled data, which Lightning does not save")
-    foreign.user, dropped = _keepable({key: value for key, value in content.items() if key not in _KNOWN})
-    foreign.notes += [f"left out: {name!r}, which a checkpoint cannot hold" for name in dropped]
+    foreign.user = {key: value for key, value in content.items() if key not in _KNOWN}
     return foreign
 
 
@@ -151,16 +146,3 @@ def _bare_state(state: Mapping[str, Any]) -> dict[str, Any]:
     ]
     kept = {bare(key) if isinstance(key, str) else key: slots for key, slots in state["state"].items()}
     return {"state": kept, "param_groups": groups}
-
-
-def _keepable(values: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values that a checkpoint can hold, by name, and the names of the others."""
-    kept: dict[str, Any] = {}
-    dropped: list[str] = []
-    for name, value in values.items():
-        try:
-            encode({str(name): value})
-            kept[str(name)] = value
-        except ConfigurationError:
-            dropped.append(str(name))
-    return kept, dropped

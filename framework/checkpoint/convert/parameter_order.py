@@ -201,9 +201,6 @@ def _inferred(
     names = list(candidates)
     if not ordered:
         chosen = _by_shape_alone(wanted, candidates)
-    elif len(names) == len(wanted):
-        fits = all(shape is None or shape == candidates[name] for name, shape in zip(names, wanted, strict=True))
-        chosen = names if fits else None
     else:
         chosen = _only_embedding(wanted, [candidates[name] for name in names], names)
     if chosen is None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
-import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from foreign_model import (
 )
 from messages import refuses
 from models import silent_trainer
+from ranks import completed, started_script
 from torch import Tensor
 
 from phalanx import Fabric, TrainModule, checkpoint
@@ -37,16 +36,12 @@ from phalanx.framework.core.errors import CheckpointError
 # The first test waits for what the other libraries write, all of them.
 pytestmark = pytest.mark.timeout(300)
 TESTS = Path(__file__).parents[2]
-ONE_RANK = ["lightning", "lightning-groups", "lightning-averaged", "accelerate", "zero0", "zero3"]
-# Accelerate's and Lightning's folders of DeepSpeed are of stage 2.
-TWO_RANKS = ["accelerate-sharded", "lightning-sharded", "zero1", "zero3", "accelerate-deepspeed", "lightning-deepspeed"]
-# Which tell where in the data they stood.
-WITH_POSITION = ("lightning", "lightning-groups", "lightning-averaged", "lightning-sharded", "lightning-deepspeed")
-FORMAT_OF = {
-    **{f"zero{stage}": "deepspeed" for stage in range(4)},
-    "lightning-groups": "lightning",
-    "lightning-averaged": "lightning",
-}
+LIBRARIES = ("accelerate", "deepspeed", "lightning.pytorch")
+# Accelerate's folder of DeepSpeed is of stage 1, Lightning's of stage 2.
+KINDS = [
+    *("lightning", "lightning-sharded", "lightning-deepspeed"),
+    *("accelerate", "accelerate-sharded", "accelerate-deepspeed", "zero0", "zero3"),
+]
 
 
 class Model(TrainModule):
@@ -79,37 +74,26 @@ class Unscheduled(Model):
 
 @pytest.fixture(scope="session")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with everything that ``foreign_runs`` writes, in ``1`` and ``2`` by the number of ranks."""
+    """The folder with everything that ``foreign_runs`` writes on two ranks."""
     folder = tmp_path_factory.mktemp("foreign")
-    runs = {1: ONE_RANK, 2: TWO_RANKS}
-    processes = [process for size, kinds in runs.items() for process in start(folder / str(size), size, kinds)]
-    deadline = time.monotonic() + 240
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PATH": path}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                started_script(
+                    TESTS / "foreign_runs.py",
+                    str(folder),
+                    env={**shared, "RANK": rank, "LOCAL_RANK": rank},
+                    libraries=LIBRARIES,
+                )
+            )
+            for rank in ("0", "1")
+        ]
+        for rank in ranks:
+            done = completed(rank, 240)
+            assert done.returncode == 0, done.stdout
     return folder
-
-
-def start(folder: Path, size: int, kinds: list[str]) -> list[subprocess.Popen[str]]:
-    folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    variables = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    own = {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(TESTS / "foreign_runs.py"), str(folder), *kinds],
-            env={**os.environ, **own, **{key: str(value) for key, value in variables.items()}, "RANK": str(rank),
-                 "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
 
 
 def converted(source: Path, out: Path, **arguments: Any) -> tuple[Path, list[str]]:
@@ -126,33 +110,29 @@ def losses_after(path: Path, model: Model, *, at_start: bool = False) -> list[fl
     return model.losses
 
 
-CASES = [*((1, kind) for kind in ONE_RANK), *((2, kind) for kind in TWO_RANKS)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_continues_with_the_losses_of_the_library(foreign: Path, tmp_path: Path, kind: str) -> None:
+    has_position = kind.startswith("lightning")
+    # Lightning's file alone has one group, whose names follow from the weights.
+    model = Unscheduled() if kind == "accelerate-sharded" else Model(groups=kind != "lightning")
+    module = None if kind == "lightning" else model
 
-
-@pytest.mark.parametrize(("size", "kind"), CASES, ids=lambda value: str(value))
-def test_training_continues_with_the_losses_of_the_library(foreign: Path, tmp_path: Path, size: int, kind: str) -> None:
-    model = (
-        Unscheduled()
-        if kind in ("accelerate-sharded",)
-        else Model(groups=kind not in ("lightning", "lightning-averaged"))
-    )
-    module = None if kind.startswith("lightning") and kind != "lightning-groups" else model
-
-    path, _ = converted(foreign / str(size) / kind, tmp_path / "converted.ckpt", module=module)
+    path, _ = converted(foreign / kind, tmp_path / "converted.ckpt", module=module)
 
     document = checkpoint.open_checkpoint(path).document
-    assert document["converted"]["format"] == FORMAT_OF.get(kind, kind)
-    expected = json.loads((foreign / str(size) / f"{kind}.json").read_text())
-    found = losses_after(path, model, at_start=kind not in WITH_POSITION)
+    assert document["converted"]["format"] == ("deepspeed" if kind.startswith("zero") else kind)
+    assert checkpoint.verify(path) == []
+    expected = json.loads((foreign / f"{kind}.json").read_text())
+    found = losses_after(path, model, at_start=not has_position)
     assert len(expected) == FOLLOWING
     assert found == pytest.approx(expected, rel=1e-5)
-    if kind in WITH_POSITION or kind.startswith("zero"):
+    if has_position or kind.startswith("zero"):
         assert model.told == {"words": ["a", "b"]}
 
 
 def test_accelerates_folder_continues_in_a_loop_of_the_users(foreign: Path, tmp_path: Path) -> None:
     net = seeded_net()
-    source = foreign / "1" / "accelerate"
+    source = foreign / "accelerate"
     path, notes = converted(source, tmp_path / "converted.ckpt", module=net, optimizers=optimizer_of(net, True))
     assert any("random_states_0.pkl" in note for note in notes)
 
@@ -171,31 +151,23 @@ def test_accelerates_folder_continues_in_a_loop_of_the_users(foreign: Path, tmp_
         scheduler.step()
         optimizer.zero_grad()
 
-    assert losses == pytest.approx(json.loads((foreign / "1" / "accelerate.json").read_text()), rel=1e-5)
+    assert losses == pytest.approx(json.loads((foreign / "accelerate.json").read_text()), rel=1e-5)
 
 
 def test_a_module_is_rebuilt_from_lightnings_hyperparameters(foreign: Path, tmp_path: Path) -> None:
-    path, notes = converted(foreign / "1" / "lightning-groups", tmp_path / "converted.ckpt", module=Model)
+    path, notes = converted(foreign / "lightning", tmp_path / "converted.ckpt", module=Model)
+    theirs = torch.load(foreign / "lightning", weights_only=True)
 
-    model = Model.load_from_checkpoint(path)
+    model = Model.load_from_checkpoint(path, average=False)
 
-    assert model.hparams["groups"] is True
+    assert model.hparams["groups"] is False
     assert model.net.head.weight is model.net.embed.weight
-    saved = torch.load(foreign / "1" / "lightning-groups", weights_only=True)["state_dict"]
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, theirs["current_model_state"][name]) for name, tensor in model.state_dict().items())
     assert checkpoint.open_checkpoint(path).document["converted"]["notes"] == notes
-    checkpoint.verify(path)
 
-
-def test_an_average_stays_one_beside_the_weights(foreign: Path, tmp_path: Path) -> None:
-    source = foreign / "1" / "lightning-averaged"
-    path, _ = converted(source, tmp_path / "converted.ckpt")
-    theirs = torch.load(source, weights_only=True)
-    for average, held in (("ema", "state_dict"), (None, "current_model_state")):
-        model = Model.load_from_checkpoint(path, average=average)
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, theirs[held][name])
-
+    # The average stays one beside the weights.
+    average = Model.load_from_checkpoint(path, average="ema")
+    assert all(torch.equal(tensor, theirs["state_dict"][name]) for name, tensor in average.state_dict().items())
     trainer = silent_trainer(max_steps=SAVED_AFTER, callbacks=[EMAWeightAveraging(decay=0.5)])
     trainer.fit(averaged := Model(groups=False), loader(), ckpt_path=path)
     assert torch.equal(averaged.net.head.weight, theirs["state_dict"]["net.head.weight"])
@@ -203,15 +175,13 @@ def test_an_average_stays_one_beside_the_weights(foreign: Path, tmp_path: Path) 
 
 def test_several_groups_by_position_are_refused_without_the_module(foreign: Path, tmp_path: Path) -> None:
     with refuses(CheckpointError, "module="):
-        converted(foreign / "1" / "lightning-groups", tmp_path / "converted.ckpt")
-    with refuses(CheckpointError, "module="):
-        converted(foreign / "1" / "accelerate", tmp_path / "converted.ckpt")
+        converted(foreign / "accelerate", tmp_path / "converted.ckpt")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_ranks_file_is_named(foreign: Path, tmp_path: Path) -> None:
     source = tmp_path / "zero3"
-    shutil.copytree(foreign / "2" / "zero3", source)
+    shutil.copytree(foreign / "zero3", source)
     gone = next(source.glob("*/zero_pp_rank_1_mp_rank_00_optim_states.pt"))
     gone.unlink()
 
@@ -220,8 +190,8 @@ def test_a_missing_ranks_file_is_named(foreign: Path, tmp_path: Path) -> None:
 
 
 def test_a_latest_that_names_no_step_is_refused(foreign: Path, tmp_path: Path) -> None:
-    source = tmp_path / "zero1"
-    shutil.copytree(foreign / "2" / "zero1", source)
+    source = tmp_path / "zero0"
+    shutil.copytree(foreign / "zero0", source)
     (source / "latest").write_text("global_step5")
 
     with refuses(CheckpointError, "'global_step5'", "'global_step4'"):
