@@ -15,8 +15,8 @@ from ranks import completed, started_script
 LAUNCH = """
 import sys
 from phalanx.cli.main import main
-from phalanx.framework.launch import liveness, supervisor
-liveness.SILENT_SECONDS, supervisor.PREEMPT_SECONDS = 3.0, 5.0
+from phalanx.framework.launch import node_records, supervisor
+node_records.SILENT_SECONDS, supervisor.PREEMPT_SECONDS = 3.0, 5.0
 sys.exit(main(['launch', *sys.argv[1:]]))
 """
 # Records each start of a rank, and does what the second argument says, once or in every attempt.
