@@ -7,6 +7,7 @@ not return if the connection is cut.
 
 came/n       the number of launchers of node n that have connected
 alive/n      a counter that the launcher of node n increases while it runs
+bye/n        exists once the launcher of node n takes part in no further attempt
 k/n          the record of node n for attempt k
 k/order      the number of nodes on which ranks have failed in attempt k
 """
@@ -35,6 +36,7 @@ from .supervisor import Supervisor
 from .verdict import Verdict
 
 JOIN_SECONDS = 900.0
+_TRY_SECONDS = 5.0
 _BYE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 # Each launcher reads the records of all nodes from one store: with 100 nodes, once a second.
@@ -123,8 +125,6 @@ class SeveralNodes(Nodes):
 
     def close(self, verdict: Verdict | None, supervisor: Supervisor) -> None:
         """Leave the other nodes, for good; ``verdict`` is the last one, None after an error of this launcher."""
-        if not self._is_connected:
-            return
         if verdict is None:
             verdict = _failure(f"the launcher of node {self._place.rank} failed: see what it printed")
         record = self._record if self._record.end is not None else self._record.ended(verdict)
@@ -132,7 +132,7 @@ class SeveralNodes(Nodes):
         self._farewell = replace(NodeRecord(record.node, record.attempt + 1).ended(verdict), has_left=True)
         self._record = replace(record, has_left=True)
         until = time.monotonic() + _BYE_SECONDS
-        while self._thread.is_alive() and time.monotonic() < until:
+        while self._is_connected and self._thread.is_alive() and time.monotonic() < until:
             if self._is_unreachable or self.is_lost or supervisor.has_to_leave:
                 return
             time.sleep(_POLL_SECONDS)
@@ -167,19 +167,22 @@ class SeveralNodes(Nodes):
         """Exchange records until this launcher has left; that of node 0, which serves the store, until all have."""
         self._store = self._connect()
         try:
-            self._exchange(self._store)
+            if self._store is not None:
+                self._exchange(self._store)
         except dist.DistError:
             self._is_cut = True
 
     def _connect(self) -> Any:
+        """Return the store; None if this launcher leaves before another process serves it."""
         place = self._place
-        while True:
+        while self._farewell is None:
             with contextlib.suppress(dist.DistError):
-                store = connect(place.host, place.port, JOIN_SECONDS, self._listening)
+                store = connect(place.host, place.port, _TRY_SECONDS, self._listening)
                 # A scheduler may start this node again before the launchers of its last start have ended.
                 if store.add(f"came/{place.rank}", 1) == 1:
                     return store
             time.sleep(_POLL_SECONDS)
+        return None
 
     def _exchange(self, store: Any) -> None:
         rank, count = self._place.rank, self._place.count
@@ -191,6 +194,7 @@ class SeveralNodes(Nodes):
             self._write(store, record)
             if farewell is not None:
                 self._write(store, farewell)
+                store.set(f"bye/{rank}", "1")
             attempt = record.attempt if farewell is None else farewell.attempt
             records = {node: NodeRecord.read(text) for node, text in _values(store, str(attempt), count).items()}
             counters, now = _values(store, "alive", count), time.monotonic()
@@ -200,8 +204,7 @@ class SeveralNodes(Nodes):
             silent = frozenset(node for node, (_, last) in heard.items() if now - last > node_records.SILENT_SECONDS)
             self._read = AttemptRecords(attempt, count, records, silent)
             self._answered = now
-            left = {node for node, each in records.items() if each.has_left}
-            if farewell is not None and (rank != 0 or left.issuperset(counters.keys() - silent)):
+            if farewell is not None and (rank != 0 or counters.keys() - silent <= _values(store, "bye", count).keys()):
                 return
             time.sleep(min(_LONGEST_POLL_SECONDS, max(_POLL_SECONDS, count**2 / _RECORDS_PER_SECOND)))
 
