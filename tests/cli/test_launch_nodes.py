@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import py_compile
 import signal
 import subprocess
 from pathlib import Path
@@ -19,9 +20,10 @@ FIT = Path(launched_fit.__file__)
 
 @pytest.fixture
 def rank_script(tmp_path: Path) -> Path:
-    path = tmp_path / "rank.py"
-    path.write_text(RANK)
-    return path
+    """Of byte code: no rank is forked, and torch is imported for none."""
+    (tmp_path / "rank.py").write_text(RANK)
+    py_compile.compile(str(tmp_path / "rank.py"), str(tmp_path / "rank.pyc"), doraise=True)
+    return tmp_path / "rank.pyc"
 
 
 def test_two_nodes_train_to_the_losses_of_one_process_though_all_start_again(tmp_path: Path) -> None:

@@ -451,7 +451,7 @@ CHANGED = (
     "from phalanx import Fabric\n"
     "fabric = Fabric('cpu', 'ddp', devices=2)\n"
     "fabric.launch()\n"
-    "flags = sys.flags.optimize, sys.flags.dev_mode, sys.stdin.read()\n"
+    "flags = sys.flags.optimize, 'utf8' in sys._xoptions, sys.stdin.read()\n"
     "everyone = fabric.world.all_gather_object((width, os.getcwd(), *flags))\n"
     "if fabric.is_global_zero: print(everyone)\n"
 )
@@ -466,7 +466,7 @@ def test_ranks_have_the_arguments_and_the_folder_of_the_start(tmp_path: Path, st
         package.mkdir()
         (package / "part.py").write_text("VALUE = 'relative'")
         (package / "__main__.py").write_text("from . import part\n" + CHANGED)
-        options = ["-O", "-X", "dev", "-W", "ignore", "-m", "package"]
+        options = ["-O", "-X", "utf8", "-W", "ignore", "-m", "package"]
         done = run_command([sys.executable, *options, "a b", "out"], tmp_path)
     elif start == "script":
         done = run_command([sys.executable, "train.py", "a b", "out"], tmp_path)

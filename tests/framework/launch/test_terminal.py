@@ -10,6 +10,7 @@ import re
 import select
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -19,7 +20,6 @@ from pathlib import Path
 import pytest
 from ranks import end_session, run_script, warm_python
 from screens import screen_of
-from warm_python import WarmProcess
 
 CTRL_C = b"\x03"
 HIDES_CURSOR, SHOWS_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -77,7 +77,7 @@ DEBUGGED = (
 
 
 @contextlib.contextmanager
-def in_terminal(root: Path, source: str, seconds: float) -> Iterator[tuple[WarmProcess, int]]:
+def in_terminal(root: Path, source: str, seconds: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run a script in a terminal of its own; yield its process and the other end of the terminal."""
     script = root / "script.py"
     script.write_text(TAKES_TERMINAL + source)
