@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ..framework.core.errors import ConfigurationError
-from ..framework.system.environment import import_without_warnings
+from ..framework.system.environment import environment_node, import_without_warnings
 from . import launch_ranks
 from .given_file import require_file
 from .job import Job, job_name
@@ -62,18 +62,23 @@ def _node(given: argparse.Namespace) -> tuple[int, int, str, int] | None:
         if given.rdzv is not None or given.node_rank:
             raise ConfigurationError("--rdzv and --node-rank are for several nodes: give --nodes as well.")
         return None
-    if given.rdzv is None or given.node_rank is None:
-        missing = "--rdzv HOST:PORT" if given.rdzv is None else "--node-rank K"
+    rank, rdzv = given.node_rank, given.rdzv
+    if rank is None or rdzv is None:
+        node, master, at = environment_node(given.nodes)
+        rank = node if rank is None else rank
+        rdzv = f"{master}:{at}" if rdzv is None and master is not None and at is not None else rdzv
+    if rank is None or rdzv is None:
+        missing = "--rdzv HOST:PORT" if rdzv is None else "--node-rank K"
         raise ConfigurationError(
             f"--nodes {given.nodes} needs {missing}: run the command on each node, with --node-rank 0 to "
-            f"{given.nodes - 1} and the same --rdzv, a port of node 0."
+            f"{given.nodes - 1} and the same --rdzv, a port of node 0; or with srun --ntasks-per-node=1."
         )
-    if given.node_rank >= given.nodes:
-        raise ConfigurationError(f"--node-rank {given.node_rank} of --nodes {given.nodes} must be below the latter.")
-    host, _, port = given.rdzv.rpartition(":")
+    if rank >= given.nodes:
+        raise ConfigurationError(f"--node-rank {rank} of --nodes {given.nodes} must be below the latter.")
+    host, _, port = rdzv.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigurationError(f"--rdzv {given.rdzv!r} must be of the form HOST:PORT, such as host-a:29500.")
-    return given.node_rank, given.nodes, host.strip("[]"), int(port)
+        raise ConfigurationError(f"--rdzv {rdzv!r} must be of the form HOST:PORT, such as host-a:29500.")
+    return rank, given.nodes, host.strip("[]"), int(port)
 
 
 def _job(given: argparse.Namespace) -> Job:

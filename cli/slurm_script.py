@@ -7,9 +7,6 @@ import shlex
 from ..framework.core.errors import Preempted
 from .job import Job
 
-# Below the range from which the kernel assigns ports; jobs that share a host have different ones.
-_FIRST_PORT, _NUM_PORTS = 20000, 10000
-
 
 def slurm_script(job: Job) -> str:
     """Return the batch script: one launcher on each node, and the job is queued again after a preemption."""
@@ -24,11 +21,15 @@ def slurm_script(job: Job) -> str:
         "--open-mode=append",
         "--requeue",
     ]
+    # The launcher reads the number of its node, and the address of node 0, from the variables of srun.
+    nodes = ["--nodes", str(job.nodes)] if job.nodes > 1 else []
     header = "\n".join(f"#SBATCH {shlex.quote(directive)}" for directive in directives)
     return f"""#!/bin/bash
 {header}
 
-{_start(job)}
+# The launchers of all nodes agree on an exit code: none must be killed because another has ended.
+# srun does not take the number of cores from the job.
+srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" {shlex.join(job.command(*nodes))}
 code=$?
 
 # {Preempted.exit_code}: preempted, or near the time limit, and saved. The job resumes in its next turn.
@@ -37,18 +38,3 @@ if [ "$code" -eq {Preempted.exit_code} ]; then
 fi
 exit "$code"
 """
-
-
-def _start(job: Job) -> str:
-    # The launchers of all nodes agree on an exit code: none must be killed because another has ended. srun does not
-    # take the number of cores from the job.
-    srun = 'srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK"'
-    if job.nodes == 1:
-        return f"{srun} {shlex.join(job.command())}"
-    # Quoted twice: the number of a node is known to its own task alone.
-    rank, address = "__NODE__", "__ADDRESS__"
-    command = shlex.join(job.command("--nodes", str(job.nodes), "--node-rank", rank, "--rdzv", address))
-    inner = "exec " + command.replace(rank, '"$SLURM_NODEID"').replace(address, '"$0"')
-    return f"""host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))
-{srun} bash -c {shlex.quote(inner)} "$host:$port\""""

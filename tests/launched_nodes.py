@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from free_ports import free_port
+from free_ports import FIRST, free_port
 from ranks import completed, started_script
 
 # The command, in a process that may have torch imported. Its limits on time are a few seconds.
 LAUNCH = """
 import sys
 from phalanx.cli.main import main
-from phalanx.framework.launch import liveness, supervisor
-liveness.SILENT_SECONDS, supervisor.PREEMPT_SECONDS = 3.0, 5.0
+from phalanx.framework.launch import node_records, supervisor
+node_records.SILENT_SECONDS, supervisor.PREEMPT_SECONDS = 3.0, 5.0
 sys.exit(main(['launch', *sys.argv[1:]]))
 """
 # Records each start of a rank, and does what the second argument says, once or in every attempt.
@@ -36,9 +36,6 @@ if what == "kill" and rank == at and attempt == "0":
 codes = {"refuse": 78, "leave": 75}
 if what in codes and rank == at:
     sys.exit(codes[what])
-if what == "outlive" and rank != at:
-    (root / f"rank_{rank}_leaves").touch()
-    sys.exit()
 if what != "end" and (what == "wait" or attempt == "0"):
     time.sleep(60)
     (root / f"end_of_rank_{rank}").touch()
@@ -52,22 +49,37 @@ def started(root: Path) -> dict[str, list[str]]:
 
 @contextlib.contextmanager
 def two_nodes(
-    *arguments: str, ranks: tuple[int, int] = (1, 1), temporary: Path | None = None
+    *arguments: str, temporary: Path | None = None, new: Collection[int] = (), as_tasks: bool = False
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the command on two nodes, both of which are this machine.
+    """Start the command on two nodes, both of which are this machine; one rank on each.
 
-    Those whose launchers will be killed need new interpreters, and a directory for the files that they leave.
+    Args:
+        arguments: options, the script and its arguments.
+        temporary: the directory for the files that launchers leave behind if they are killed.
+        new: the nodes whose launchers are new interpreters.
+        as_tasks: whether the nodes are known by the variables of srun instead of options.
     """
-    address = f"127.0.0.1:{free_port()}"
+    port = free_port()
     with contextlib.ExitStack() as stack:
         nodes = []
         for node in range(2):
-            place = ["-n", str(ranks[node]), "--nodes", "2", "--node-rank", str(node), "--rdzv", address]
+            place = [] if as_tasks else ["--node-rank", str(node), "--rdzv", f"127.0.0.1:{port}"]
             variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
             variables |= {} if temporary is None else {"TMPDIR": str(temporary)}
-            process = started_script(LAUNCH, *place, *arguments, env=variables, is_new=temporary is not None)
+            variables |= _task(node, port) if as_tasks else {}
+            options = ["-n", "1", "--nodes", "2", *place, *arguments]
+            process = started_script(LAUNCH, *options, env=variables, is_new=node in new)
             nodes.append(stack.enter_context(process))
         yield nodes
+
+
+def _task(node: int, port: int) -> dict[str, str]:
+    """Return the variables that srun sets for one of two tasks on as many nodes, both of which are this machine."""
+    # A script of this name has the job name by which interactive shells are known.
+    job = {"SLURM_JOB_ID": str(port - FIRST), "SLURM_JOB_NAME": "interactive", "SLURM_STEP_ID": "0"}
+    step = {"SLURM_STEP_NODELIST": "localhost,node[2-2]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NTASKS": "2"}
+    place = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": str(node), "SLURM_NODEID": str(node)}
+    return {**job, **step, **place, "SLURM_LOCALID": "0"}
 
 
 def outcome(nodes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:

@@ -1,9 +1,14 @@
-"""Two hosts on one machine: network namespaces that a cable joins, and ``torchrun`` on each of them."""
+"""Two hosts on one machine: network namespaces that a cable joins, and scripts on each of them.
+
+two_hosts.py NETWORK SCRIPT ARGUMENT...       run a script in the network of a host
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -12,12 +17,16 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from ranks import warm_python
 
 # In namespaces of their own: nobody else can have them.
 PORT = 29500
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 _CABLE = "cable"
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1")
+_CLONE_NEWNET = 0x40000000
 
 
 def reason_against() -> str | None:
@@ -62,11 +71,15 @@ class TwoHosts:
         for name in self.names:
             _ip("-n", name, "link", "set", _CABLE, "up")
 
-    def slow(self) -> None:
-        """Let the cable carry only 16 kB in a second, each way."""
+    def slow(self) -> bool:
+        """Let the cable carry only 16 kB in a second, each way; return whether this machine can."""
         for name in self.names:
             limit = ["rate", "128kbit", "burst", "1600", "latency", "5s"]
-            _run("tc", "-n", name, "qdisc", "add", "dev", _CABLE, "root", "tbf", *limit)
+            try:
+                _run("tc", "-n", name, "qdisc", "add", "dev", _CABLE, "root", "tbf", *limit)
+            except (FileNotFoundError, subprocess.CalledProcessError):
+                return False
+        return True
 
     def speed_up(self) -> None:
         """Undo ``slow``."""
@@ -82,57 +95,73 @@ class TwoHosts:
                     os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
-    def start(self, script: Path, arguments: Sequence[str], folder: Path) -> list[subprocess.Popen[bytes]]:
-        """Start a script on both hosts, one rank on each; what they print is in ``host_<n>.txt`` of ``folder``."""
-        meeting = ["--nnodes=2", f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
-        command = [str(script), *arguments]
-        return [self._start(n, [*_TORCHRUN, *meeting, f"--node-rank={n}", *command], folder) for n in range(2)]
-
     def start_launched(
         self, launcher: Path, script: Path, arguments: Sequence[str], folder: Path
-    ) -> list[subprocess.Popen[bytes]]:
-        """Start a script on both hosts with ``phalanx launch``, which another script runs; one rank on each."""
+    ) -> list[subprocess.Popen[str]]:
+        """Start a script on both hosts with ``phalanx launch``, which another script runs; one rank on each.
+
+        The ranks are forked from a process that is not in the network of the host.
+        """
         meeting = ["-n", "1", "--nodes", "2", "--rdzv", f"{ADDRESSES[0]}:{PORT}"]
-        command = [sys.executable, str(launcher), *meeting, "--node-rank"]
+        command = [str(launcher), *meeting, "--node-rank"]
         return [self._start(n, [*command, str(n), str(script), *arguments], folder) for n in range(2)]
 
-    def start_as_slurm(self, script: Path, arguments: Sequence[str], folder: Path) -> list[subprocess.Popen[bytes]]:
-        """Start a script on both hosts with the variables that srun sets."""
+    def start_as_slurm(
+        self, script: Path, arguments: Sequence[str], folder: Path, libraries: tuple[str, ...] = ()
+    ) -> list[subprocess.Popen[str]]:
+        """Start a script on both hosts with the variables that srun sets.
+
+        What they print is in ``host_<n>.txt`` of ``folder``; ``libraries``: those that it finds imported.
+        """
         job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
         job |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
         job |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
-        command = [sys.executable, str(script), *arguments]
         tasks = [job | {"SLURM_PROCID": str(n), "SLURM_NODEID": str(n)} for n in range(2)]
-        return [self._start(n, command, folder, task) for n, task in enumerate(tasks)]
+        command = [str(script), *arguments]
+        return [self._start(n, command, folder, task, libraries) for n, task in enumerate(tasks)]
 
     def start_elastic(
         self, number: int, script: Path, arguments: Sequence[str], folder: Path
     ) -> subprocess.Popen[bytes]:
-        """Start a script on one host, to run on as many as there are; it is started again when one comes or goes."""
+        """Start a script with torchrun, to run on as many hosts as there are; each change starts it again."""
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", "--rdzv-id=elastic"]
         # Both have the name of this machine, by which torchrun would tell whose port that is.
         conf = f"--rdzv-conf=is_host={int(number == 0)},last_call_timeout=2,keep_alive_interval=1"
         place = ["--nnodes=1:2", "--max-restarts=9", "--monitor-interval=0.2", f"--local-addr={ADDRESSES[number]}"]
         command = [*_TORCHRUN, *meeting, conf, *place, str(script), *arguments]
+        environment = self._environment(number, folder)
         # Else a host that comes later waits for an address that the first one has told the earlier hosts alone.
-        return self._start(number, command, folder, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-
-    def _start(
-        self, number: int, command: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
-        # torchrun leaves a folder there.
-        own = folder / f"tmp_{number}"
-        own.mkdir(exist_ok=True)
-        common = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _CABLE, "TMPDIR": str(own)}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with (folder / f"host_{number}.txt").open("ab") as output:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.names[number], *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **common, **(variables or {})},
+                env=environment,
                 start_new_session=True,
             )
+
+    def _start(
+        self,
+        number: int,
+        command: Sequence[str],
+        folder: Path,
+        variables: Mapping[str, str] | None = None,
+        libraries: tuple[str, ...] = (),
+    ) -> subprocess.Popen[str]:
+        inside = [self.names[number], *command]
+        environment = {**self._environment(number, folder), **(variables or {})}
+        with (folder / f"host_{number}.txt").open("ab") as output:
+            python = warm_python("cpu", libraries)
+            return python.start(Path(__file__), inside, Path.cwd(), environment, output.fileno())
+
+    @staticmethod
+    def _environment(number: int, folder: Path) -> dict[str, str]:
+        # torchrun leaves a folder there.
+        own = folder / f"tmp_{number}"
+        own.mkdir(exist_ok=True)
+        return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _CABLE, "TMPDIR": str(own)}
 
 
 @contextlib.contextmanager
@@ -146,7 +175,7 @@ def two_hosts() -> Iterator[TwoHosts]:
         hosts.remove()
 
 
-def ended(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int]:
+def ended(processes: Sequence[subprocess.Popen[Any]], seconds: float) -> list[int]:
     """Return the exit codes of processes that end in time; the others are killed.
 
     Raises:
@@ -174,3 +203,16 @@ def _ip(*arguments: str) -> None:
 
 def _run(*command: str) -> None:
     subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+def run_inside(network: str, script: str, *arguments: str) -> None:
+    """Run a script in the network of a host."""
+    with open(f"/run/netns/{network}") as handle:
+        if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the network {network} cannot be entered")
+    sys.argv[:] = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    run_inside(*sys.argv[1:])

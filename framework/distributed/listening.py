@@ -5,8 +5,30 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import time
 
 from ..core.errors import ConfigurationError
+
+# A scheduler may publish the names of its hosts a moment after it has started them.
+_RESOLVE_SECONDS = 10.0
+_RETRY_SECONDS = 0.25
+
+
+def wait_for_host(host: str, option: str) -> None:
+    """Wait a moment for a host to be known; ``option`` is the one with which it was given.
+
+    Raises:
+        ConfigurationError: it is unknown.
+    """
+    until = time.monotonic() + _RESOLVE_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ConfigurationError(f"{option} {host!r} is not a host that is known here: {error}.") from None
+        time.sleep(_RETRY_SECONDS)
 
 
 def listen(host: str, port: int, size: int, alone: bool, option: str = "") -> int:

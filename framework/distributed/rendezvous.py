@@ -215,15 +215,27 @@ def _store(place: Placement, limit: timedelta) -> Any:
         listening = take_store_descriptor()
         if listening is None and place.rank == 0 and place.launcher != "phalanx":
             listening = listen(host, port, place.size, alone=place.local_size == place.size)
-        serving: dict[str, Any] = {"is_master": False}
         if listening is not None:
             os.set_inheritable(listening, False)
-            serving = {"is_master": True, "master_listen_fd": listening}
-        if listening is None:
-            with _waiting():
-                _knock(host, port, limit.total_seconds())
-        _stores[host, port] = dist.TCPStore(host, port, place.size, timeout=limit, wait_for_workers=False, **serving)  # type: ignore[attr-defined]
+        with _waiting():
+            _stores[host, port] = connect(host, port, limit.total_seconds(), listening)
     return _stores[host, port]
+
+
+def connect(host: str, port: int, seconds: float, listening: int | None = None) -> Any:
+    """Return the store at an address, once another process serves it there; at most ``seconds`` are waited.
+
+    ``listening``: the descriptor of the socket on which this process serves the store itself.
+
+    Raises:
+        torch.distributed.DistError: there is none.
+    """
+    serving: dict[str, Any] = {"is_master": False}
+    if listening is None:
+        _knock(host, port, seconds)
+    else:
+        serving = {"is_master": True, "master_listen_fd": listening}
+    return dist.TCPStore(host, port, timeout=timedelta(seconds=seconds), wait_for_workers=False, **serving)  # type: ignore[attr-defined]
 
 
 def _knock(host: str, port: int, seconds: float) -> None:

@@ -25,14 +25,10 @@ class Nodes:
     def report_failure(self) -> None:
         """Report to the other nodes that a rank of this one has failed, so that they end theirs."""
 
-    def signal_of_others(self) -> int | None:
-        """Return a signal to the launcher of another node that its ranks could not report, or None."""
-        return None
-
     def agree(self, verdict: Verdict, supervisor: Supervisor) -> Verdict:
         """Return the verdict on the attempt on all nodes; ``verdict`` is that of this node.
 
-        A signal meanwhile is passed on to the other nodes. After a second Ctrl-C they are not waited for.
+        After a second Ctrl-C the other nodes are not waited for.
         """
         return verdict
 

@@ -143,9 +143,7 @@ class _ScriptLauncher:
                 states = RankStates(context.directory, directory, lambda: self._supervisor.running)
                 with contextlib.closing(states):
                     nodes = self.nodes
-                    verdict = self._supervisor.watch(
-                        output.is_blocked, nodes.others_ended, nodes.report_failure, nodes.signal_of_others
-                    )
+                    verdict = self._supervisor.watch(output.is_blocked, nodes.others_ended, nodes.report_failure)
             except BaseException:
                 self._supervisor.stop()
                 raise

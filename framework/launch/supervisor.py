@@ -77,17 +77,6 @@ class Supervisor:
         """Whether this process received SIGINT or SIGTERM."""
         return self._attempt.received is not None
 
-    @property
-    def signal_to_pass_on(self) -> signal.Signals | None:
-        """The shutdown signal that this process received, or None; also None if the ranks have reported it themselves.
-
-        They have if they were members of a process group, in which all ranks stop together, and did not end well.
-        """
-        received = self._attempt.received
-        if received is None or all(rank.code == 0 for rank in self._attempt.ranks) or not self._attempt.any_joined:
-            return received
-        return None
-
     def begin_attempt(self, directory: str, first_rank: int = 0) -> None:
         """Remove the ranks that have ended; the next, from ``first_rank``, write their records into ``directory``."""
         before, self._attempt = self._attempt, Attempt(directory, first_rank)
@@ -131,7 +120,6 @@ class Supervisor:
         is_output_blocked: Callable[[], bool] = lambda: False,
         others_ended: Callable[[], int | None] = lambda: None,
         report_failure: Callable[[], None] = lambda: None,
-        signal_of_others: Callable[[], int | None] = lambda: None,
     ) -> Verdict:
         """Wait until all ranks have ended, and return the verdict; when one fails, end the others.
 
@@ -140,10 +128,8 @@ class Supervisor:
                 count as stalled: they wait for the screen.
             others_ended: returns the exit code for which ranks of other nodes have ended, or None.
             report_failure: called as soon as a rank has failed, before the others are ended.
-            signal_of_others: returns a signal to the launcher of another node that its ranks could not report, or None.
         """
         while self._poll():
-            self._take_over(signal_of_others())
             # Failures are checked first: an error on one rank explains the silence of the others, which wait for it.
             if self._has_failure():
                 report_failure()
@@ -205,11 +191,6 @@ class Supervisor:
         # Ctrl-C in a terminal has reached the ranks already; they count two within a second as one (signals.py).
         for rank in self._attempt.ranks:
             rank.send(signum)
-
-    def _take_over(self, signum: int | None) -> None:
-        """Handle a signal to the launcher of another node like one to this one, unless this one has received it too."""
-        if signum is not None and self._attempt.received not in (signum, signal.SIGINT):
-            self._on_signal(signum, None)
 
     def _poll(self) -> bool:
         """Check all processes; return whether any rank is still running."""

@@ -26,6 +26,7 @@ from .launcher_env import (
     Job,
     Placement,
     read_job,
+    read_node,
     read_placement,
     variables_of,
 )
@@ -48,6 +49,15 @@ def environment_placement(num_nodes: int = 1) -> Placement:
         ConfigurationError: the variables contradict one another, or one that is needed is missing.
     """
     return read_placement(os.environ, num_nodes)
+
+
+def environment_node(num_nodes: int) -> tuple[int | None, str | None, int | None]:
+    """Return the number of this node, and host and port of node 0, as far as variables have them; see ``read_node``.
+
+    Raises:
+        ConfigurationError: the variables contradict one another, or a number is none.
+    """
+    return read_node(os.environ, num_nodes)
 
 
 def current_job() -> Job | None:

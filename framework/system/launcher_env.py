@@ -93,6 +93,22 @@ def read_placement(variables: Mapping[str, str], num_nodes: int = 1) -> Placemen
     return Placement()
 
 
+def read_node(variables: Mapping[str, str], num_nodes: int) -> tuple[int | None, str | None, int | None]:
+    """Return the number of this node, and host and port of node 0, for a process that is started once on each node.
+
+    They are those of SLURM or Open MPI if it has started one process on each of ``num_nodes`` nodes, and else those of
+    NODE_RANK, MASTER_ADDR and MASTER_PORT; None stands for a variable that is not set.
+
+    Raises:
+        ConfigurationError: the variables contradict one another, or a number is none.
+    """
+    read = _Reader(variables)
+    place = _from_slurm(read) if read.is_started_by_srun() else read_placement(variables)
+    if place.num_nodes == place.size == num_nodes:
+        return place.node_rank, place.master_addr, place.master_port
+    return read.number("NODE_RANK"), read.text("MASTER_ADDR"), read.number("MASTER_PORT")
+
+
 @dataclass(frozen=True)
 class Job:
     """A SLURM job; ``end`` is the time at which its limit expires, in seconds since 1970, or None."""
@@ -162,9 +178,11 @@ class _Reader:
     def is_slurm_step(self) -> bool:
         # A batch script outside srun, and an interactive shell, have the variables of the job but consist of one
         # process.
-        started_by_srun = self.text("SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID") is not None
         interactive = self.text("SLURM_JOB_NAME") in {"bash", "interactive"}
-        return started_by_srun and not interactive and self.number("SLURM_NTASKS") is not None
+        return self.is_started_by_srun() and not interactive and self.number("SLURM_NTASKS") is not None
+
+    def is_started_by_srun(self) -> bool:
+        return self.text("SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID") is not None
 
 
 def _from_torchrun(read: _Reader, num_nodes: int) -> Placement:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import sys
 from pathlib import Path
+from typing import Any
 
 import launched_fit
 import pytest
+from called_command import CalledCommand
 from launched_nodes import LAUNCH, RANK, started
 from ranks import run_command, run_script
+
+from phalanx.cli import launch
+from phalanx.cli.main import main
 
 # A fit that resumes from its newest checkpoint.
 RESUMED = """
@@ -42,27 +45,15 @@ def rank_script(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_help_fits_a_screen(tmp_path: Path) -> None:
-    done = run_command([sys.executable, "-m", "phalanx", "launch", "--help"], tmp_path, {"COLUMNS": "80"})
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0
-    assert (len(lines) <= 24, max(map(len, lines)) <= 80) == (True, True), done.stdout
-    assert lines[-2] == "example:"
-
-
-def test_ranks_of_one_node_and_their_arguments(tmp_path: Path, rank_script: Path) -> None:
-    done = run_script(LAUNCH, "-n", "2", str(rank_script), str(tmp_path), "end", "-", "--lr", "0.1", "-n", "7")
-    assert done.returncode == 0, done.stdout
-    expected = {
-        f"rank_{rank}_0": [str(rank), "2", str(rank), "2", "0", "1", "--lr", "0.1", "-n", "7"] for rank in (0, 1)
-    }
-    assert started(tmp_path) == expected
-
-
 def test_a_killed_rank_ends_the_others_and_all_start_again(tmp_path: Path, rank_script: Path) -> None:
-    done = run_script(LAUNCH, "-n", "2", "--max-restarts", "1", str(rank_script), str(tmp_path), "kill", "1")
+    options = ["-n", "2", "--max-restarts", "1"]
+    done = run_script(LAUNCH, *options, str(rank_script), str(tmp_path), "kill", "1", "--lr", "0.1", "-n", "7")
     assert done.returncode == 0, done.stdout
-    assert list(started(tmp_path)) == ["rank_0_0", "rank_0_1", "rank_1_0", "rank_1_1"]
+    assert started(tmp_path) == {
+        f"rank_{rank}_{attempt}": [str(rank), "2", str(rank), "2", "0", "1", "--lr", "0.1", "-n", "7"]
+        for rank in (0, 1)
+        for attempt in (0, 1)
+    }
     assert "was killed by SIGKILL" in done.stdout
 
 
@@ -72,7 +63,7 @@ def test_the_command_that_resumes_a_launched_fit_runs_as_it_is_printed(tmp_path:
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "phalanx"
     program.write_text("import sys\nfrom phalanx.cli.main import main\nsys.exit(main())\n")
-    first = run_command([sys.executable, str(program), "launch", "-n", "1", "train.py"], tmp_path)
+    first = run_script(program, "launch", "-n", "1", "train.py", cwd=tmp_path)
     assert first.returncode == 0, first.stdout
     _, _, below = first.stdout.partition("with a higher limit:\n")
     command = below.splitlines()[0].strip()
@@ -80,11 +71,6 @@ def test_the_command_that_resumes_a_launched_fit_runs_as_it_is_printed(tmp_path:
     again = run_command(["bash", "-c", command], tmp_path)
     assert again.returncode == 0, again.stdout
     assert "resumes    " in again.stdout
-
-
-def test_without_restarts_the_code_of_the_signal_is_returned(tmp_path: Path, rank_script: Path) -> None:
-    done = run_script(LAUNCH, "-n", "2", str(rank_script), str(tmp_path), "kill", "1")
-    assert done.returncode == 128 + signal.SIGKILL, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -98,15 +84,17 @@ def test_without_restarts_the_code_of_the_signal_is_returned(tmp_path: Path, ran
         (["end", "0", "3"], 3, 1),
     ],
 )
-def test_why_has_the_rank_and_the_step_of_the_launcher(tmp_path: Path, fault: list[str], step: int, lost: int) -> None:
+def test_why_has_the_rank_and_the_step_of_the_launcher(
+    tmp_path: Path, fault: list[str], step: int, lost: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = launched_fit.__file__
     done = run_script(LAUNCH, "-n", "2", script, str(tmp_path), *fault, env={"OMP_NUM_THREADS": "1"})
     how = "was killed by SIGKILL" if fault[0] == "kill" else "failed"
+    assert done.returncode == (128 + signal.SIGKILL if fault[0] == "kill" else 1), done.stdout
     where = rf"at step {step} \(epoch 0, batch {step}\)"
     named = re.search(rf"^rank {fault[1]} \(pid \d+\) {how} {where}", done.stdout, re.M)
     assert named, done.stdout
-    told = run_command([sys.executable, "-m", "phalanx", "why", str(tmp_path), "--json"], tmp_path)
-    why = json.loads(told.stdout)["why"]
+    why = json.loads(CalledCommand("why", capsys)(tmp_path, "--json").out)["why"]
     assert named.group() in why["sentence"]
     assert (why["step"], why["lost_steps"]) == (step, lost)
     # The whole command, not that of a single rank.
@@ -139,15 +127,51 @@ def test_why_has_the_rank_and_the_step_of_the_launcher(tmp_path: Path, fault: li
         ("--on slurm -n 2 -o train.py train.py", "'train.py' exists: remove it, or give another name with -o FILE."),
     ],
 )
-def test_wrong_arguments_are_answered_by_a_sentence(tmp_path: Path, given: str, sentence: str) -> None:
+def test_wrong_arguments_are_answered_by_a_sentence(
+    tmp_path: Path, given: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    done = run_command([sys.executable, "-m", "phalanx", "launch", *given.split()], tmp_path)
-    assert (done.returncode, done.stdout.count("\n")) == (78, 1), done.stdout
-    assert done.stdout.startswith(f"phalanx: {sentence}")
+    done = CalledCommand("launch", capsys)(*given.split())
+    assert (done.code, done.out, done.err.count("\n")) == (78, "", 1)
+    assert done.err.startswith(f"phalanx: {sentence}")
 
 
-def test_a_rank_that_launches_ranks_is_refused(rank_script: Path) -> None:
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = run_script(LAUNCH, "-n", "2", str(rank_script), env={**os.environ, **variables})
-    assert done.returncode == 78
-    assert "torchrun has started this process as rank 1 of 2" in done.stdout
+@pytest.mark.parametrize(
+    ("variables", "rank", "address"),
+    [
+        ({"NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9"}, 1, ("a", 9)),
+        (
+            {"NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9", "options": "--node-rank 0 --rdzv b:8"},
+            0,
+            ("b", 8),
+        ),
+        ({"MASTER_ADDR": "fe80::1", "MASTER_PORT": "9", "options": "--node-rank 1"}, 1, ("fe80::1", 9)),
+    ],
+)
+def test_the_place_of_a_node_is_read_from_variables(
+    tmp_path: Path, variables: dict[str, str], rank: int, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    asked: list[Any] = []
+
+    def note(*given: Any) -> int:
+        asked.append(given[-1])
+        return 0
+
+    monkeypatch.setattr(launch, "launch_ranks", note)
+    options = variables.pop("options", "").split()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", "--nodes", "2", *options, str(tmp_path / "train.py")]) == 0
+    assert asked == [(rank, 2, *address)]
+
+
+def test_a_rank_that_launches_ranks_is_refused(
+    rank_script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    done = CalledCommand("launch", capsys)("-n", "2", rank_script)
+    assert done.code == 78
+    assert "torchrun has started this process as rank 1 of 2" in done.err

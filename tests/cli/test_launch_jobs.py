@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import slurm_stand_in
 import yaml
-from free_ports import FIRST, free_port
+from called_command import CalledCommand, Outcome
 from kubeflow_trainer_api import models
-from ranks import run_command
 
 from phalanx.cli.job import Job
 from phalanx.cli.kubernetes_manifest import documents, kubernetes_manifest
-from phalanx.cli.main import build_parser, main
+from phalanx.cli.main import build_parser
 from phalanx.cli.yaml_text import yaml_text
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 
-# Ends with the code that is given for this turn of the job, on one rank.
-TURN = """
-import os, pathlib, sys
-folder, turn, rank = pathlib.Path(sys.argv[1]), int(os.environ["SLURM_RESTART_COUNT"]), os.environ["RANK"]
-(folder / f"rank_{rank}_of_{os.environ['WORLD_SIZE']}_turn_{turn}").touch()
-sys.exit(int(sys.argv[2 + turn]))
+# Stand-ins for commands of SLURM: each task is known by its arguments, and ends with a code that the test gives.
+SRUN = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do
+    echo "$1" >> options
+    shift
+done
+"$@" > arguments
+exit $(cat code)
 """
+SCONTROL = '#!/bin/sh\necho "$@" >> scontrol.txt\n'
 AWKWARD = "a b'c\"$(PET_NODE_RANK) $x"
 
 
@@ -35,56 +39,47 @@ def job(**changes: Any) -> Job:
     return Job(name="train", script="train.py", directory="/", **{**given, "arguments": ("--lr", "0.1"), **changes})
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "phalanx", "launch", *arguments]
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Call ``phalanx launch`` in a folder with a script, where tools are looked for in a folder below it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return CalledCommand("launch", capfd)
+
+
+def install(tool: Path, text: str) -> None:
+    tool.write_text(text)
+    tool.chmod(0o755)
 
 
 # ---- SLURM
 
 
-@pytest.mark.parametrize(("nodes", "codes", "turns"), [(2, ["75", "0"], [75, 0]), (1, ["1", "0"], [1])])
-def test_a_slurm_job_that_was_preempted_is_queued_again(
-    tmp_path: Path, nodes: int, codes: list[str], turns: list[int]
+@pytest.mark.parametrize(("nodes", "code", "requeues"), [(2, 75, ["requeue 10007"]), (1, 1, []), (1, 0, [])])
+def test_a_slurm_job_passes_arguments_on_as_they_are_and_is_queued_again_after_a_preemption(
+    tmp_path: Path, call: Callable[..., Outcome], nodes: int, code: int, requeues: list[str]
 ) -> None:
-    (tmp_path / "train.py").write_text(TURN)
-    (tmp_path / "bin").mkdir()
-    variables = slurm_stand_in.install(tmp_path / "bin", job=free_port() - FIRST)
-    options = ["-n", "1", "--nodes", str(nodes), "--on", "slurm", "--cpu", "--submit", "--json"]
-    done = run_command(command(*options, "train.py", str(tmp_path), *codes), tmp_path, variables, timeout=120.0)
-    printed = (tmp_path / f"train-{variables['SLURM_STAND_IN_JOB']}.out").read_text()
-    assert done.returncode == 0, done.stdout
-    assert [int(code) for code in (tmp_path / "bin" / slurm_stand_in.CODES).read_text().split()] == turns, printed
-    started = sorted(path.name for path in tmp_path.glob("rank_*"))
-    expected = [f"rank_{rank}_of_{nodes}_turn_{turn}" for rank in range(nodes) for turn in range(len(turns))]
-    assert started == expected
-    document = json.loads(done.stdout)
-    assert (document["platform"], document["file"], document["submitted"]) == ("slurm", "train.sbatch", True)
-    assert document["answer"] == f"Submitted batch job {variables['SLURM_STAND_IN_JOB']}\n"
-    assert document["text"] == (tmp_path / "train.sbatch").read_text()
-
-
-def test_a_slurm_script_passes_arguments_on_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also those that a shell would read in another way, through two of them."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    for name in slurm_stand_in.COMMANDS:
-        (tmp_path / name).write_text('#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n')
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho host-a\n")
+    script = call("-n", "2", "--nodes", str(nodes), "--on", "slurm", "train.py", AWKWARD).out
+    assert "#SBATCH --ntasks-per-node=1\n" in script
+    assert f"#SBATCH --nodes={nodes}\n" in script
+    install(tmp_path / "bin" / "srun", SRUN)
+    install(tmp_path / "bin" / "scontrol", SCONTROL)
+    (tmp_path / "code").write_text(str(code))
     printer = "#!/bin/sh\nexec " + sys.executable + " -c 'import json, sys; print(json.dumps(sys.argv[1:]))' \"$@\"\n"
-    (tmp_path / "python").write_text(printer)
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    # The default of the method was read when its class was made.
-    monkeypatch.setattr(Job.command, "__kwdefaults__", {"python": str(tmp_path / "python")})
-    assert main(["launch", "-n", "2", "--nodes", "2", "--on", "slurm", "train.py", AWKWARD]) == 0
-    (tmp_path / "job.sh").write_text(capsys.readouterr().out)
-    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "10007", "SLURM_JOB_NODELIST": "host-[a-b]"}
-    done = run_command(["bash", "job.sh"], tmp_path, {**variables, "SLURM_NODEID": "1"})
-    place = ["--nodes", "2", "--node-rank", "1", "--rdzv", "host-a:20007"]
-    assert json.loads(done.stdout) == ["-m", "phalanx", "launch", "-n", "2", *place, "train.py", AWKWARD]
+    install(tmp_path / "bin" / "python", printer)
+    (tmp_path / "job.sh").write_text(script.replace(sys.executable, str(tmp_path / "bin" / "python")))
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    variables = {**os.environ, **path, "SLURM_JOB_ID": "10007", "SLURM_CPUS_PER_TASK": "7"}
+    done = subprocess.run(["/bin/bash", "job.sh"], env=variables, check=False)
+    assert done.returncode == code
+    assert (tmp_path / "options").read_text().split() == ["--kill-on-bad-exit=0", "--cpus-per-task=7"]
+    place = ["--nodes", str(nodes)] if nodes > 1 else []
+    given = json.loads((tmp_path / "arguments").read_text())
+    assert given == ["-m", "phalanx", "launch", "-n", "2", *place, "train.py", AWKWARD]
+    asked = tmp_path / "scontrol.txt"
+    assert (asked.read_text().splitlines() if asked.exists() else []) == requeues
 
 
 # ---- Kubernetes
@@ -125,12 +120,10 @@ def test_a_pod_that_was_preempted_is_replaced_and_a_configuration_error_is_final
     assert documents(job())[0]["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] == 3
 
 
-def test_a_manifest_is_created_by_kubectl(tmp_path: Path) -> None:
-    (tmp_path / "kubectl").write_text('#!/bin/sh\necho "$@" > called\ncp "$3" created\n')
-    (tmp_path / "kubectl").chmod(0o755)
-    options = ["-n", "4", "--on", "kubernetes", "--image", "img", "--name", "My Run 1", "--submit"]
-    done = run_command(command(*options, "train.py"), tmp_path, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    assert (done.returncode, done.stdout) == (0, "")
+def test_a_manifest_is_created_by_kubectl(tmp_path: Path, call: Callable[..., Outcome]) -> None:
+    install(tmp_path / "bin" / "kubectl", '#!/bin/sh\necho "$@" > called\n/bin/cp "$3" created\n')
+    done = call("-n", "4", "--on", "kubernetes", "--image", "img", "--name", "My Run 1", "--submit", "train.py")
+    assert (done.code, done.out, done.err) == (0, "", "")
     assert (tmp_path / "called").read_text() == "create -f my-run-1.yaml\n"
     names = [each["metadata"]["name"] for each in yaml.safe_load_all((tmp_path / "created").read_text())]
     assert names == ["my-run-1", "my-run-1"]
@@ -151,27 +144,24 @@ def test_yaml_is_read_as_it_was_meant(value: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("platform", "tool"), [("slurm", "sbatch"), ("ray", "ray"), ("kubernetes", "kubectl")])
-def test_a_tool_that_is_missing_or_fails(tmp_path: Path, platform: str, tool: str) -> None:
-    (tmp_path / "train.py").touch()
+def test_a_tool_that_is_missing_or_fails(
+    tmp_path: Path, call: Callable[..., Outcome], platform: str, tool: str
+) -> None:
     options = ["-n", "1", "--on", platform, "--submit", *(["--image", "img"] if platform == "kubernetes" else [])]
-    path = {"PATH": str(tmp_path)}
-    done = run_command(command(*options, "train.py"), tmp_path, path)
-    assert done.returncode == 78
-    assert done.stdout.startswith(f"phalanx: --submit needs {tool}, which is not on PATH")
-    assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
-    (tmp_path / tool).write_text("#!/bin/sh\nexit 3\n")
-    (tmp_path / tool).chmod(0o755)
-    done = run_command(command(*options, "train.py"), tmp_path, path)
-    assert done.returncode == 1
-    assert done.stdout.startswith(f"phalanx: {tool} has failed with exit code 3; the job is in train.")
+    done = call(*options, "train.py")
+    assert done.code == 78
+    assert done.err.startswith(f"phalanx: --submit needs {tool}, which is not on PATH")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["bin", "train.py"]
+    install(tmp_path / "bin" / tool, "#!/bin/sh\nexit 3\n")
+    done = call(*options, "train.py")
+    assert done.code == 1
+    assert done.err.startswith(f"phalanx: {tool} has failed with exit code 3; the job is in train.")
 
 
-def test_a_job_is_written_to_a_file_or_described(tmp_path: Path) -> None:
-    (tmp_path / "train.py").touch()
-    written = run_command(command("-n", "2", "--on", "slurm", "-o", "a.sbatch", "train.py"), tmp_path)
-    assert (written.returncode, written.stdout) == (0, "a.sbatch is written. To submit it: sbatch a.sbatch\n")
-    described = run_command(command("-n", "2", "--on", "slurm", "--json", "train.py"), tmp_path)
-    assert json.loads(described.stdout) == {
+def test_a_job_is_written_to_a_file_or_described(tmp_path: Path, call: Callable[..., Outcome]) -> None:
+    written = call("-n", "2", "--on", "slurm", "-o", "a.sbatch", "train.py")
+    assert (written.code, written.out) == (0, "a.sbatch is written. To submit it: sbatch a.sbatch\n")
+    described = {
         "schema": 1,
         "platform": "slurm",
         "name": "train",
@@ -181,3 +171,9 @@ def test_a_job_is_written_to_a_file_or_described(tmp_path: Path) -> None:
         "submitted": False,
         "answer": None,
     }
+    assert json.loads(call("-n", "2", "--on", "slurm", "--json", "train.py").out) == described
+    install(tmp_path / "bin" / "sbatch", '#!/bin/sh\necho "Submitted batch job 7"\n')
+    submitted = json.loads(call("-n", "2", "--on", "slurm", "--json", "--submit", "train.py").out)
+    command, answer = ["sbatch", "train.sbatch"], "Submitted batch job 7\n"
+    assert submitted == {**described, "file": "train.sbatch", "submit": command, "submitted": True, "answer": answer}
+    assert (tmp_path / "train.sbatch").read_text() == described["text"]

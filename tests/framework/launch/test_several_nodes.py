@@ -1,25 +1,28 @@
-"""``SeveralNodes`` on two nodes of this process, whose ranks are left out."""
+"""Launchers of several nodes: the verdict that follows from their records, and two of them in this process."""
 
 from __future__ import annotations
 
-import contextlib
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 from free_ports import free_port
+from messages import refuses
 from ranks import wait_until
 
-from phalanx.framework.launch import liveness, script_launcher, several_nodes
+from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.distributed import listening
+from phalanx.framework.distributed.rendezvous import connect
+from phalanx.framework.launch import node_records, script_launcher, several_nodes
 from phalanx.framework.launch.launch_context import LaunchContext, NodePlace
-from phalanx.framework.launch.node_attempt import NodeAttempt
-from phalanx.framework.launch.node_store import NodeStore, connect
+from phalanx.framework.launch.node_records import AttemptRecords, NodeRecord, lost_verdict
 from phalanx.framework.launch.several_nodes import SeveralNodes
 from phalanx.framework.launch.supervisor import Supervisor
 from phalanx.framework.launch.verdict import Verdict
@@ -30,6 +33,105 @@ Result = TypeVar("Result")
 SUCCESS = Verdict(0, "", failed=False)
 
 
+# ---- records
+
+
+def end(node: int, code: int, order: int = 0, is_consequence: bool = False, step: int | None = None) -> NodeRecord:
+    rank = None if code in (0, 75, 130, 143) else node
+    verdict = Verdict(code, f"node {node} ended", bool(code), step, rank)
+    return NodeRecord(node, 0, order=order).ended(verdict, is_consequence)
+
+
+def records(*ends: NodeRecord, num_nodes: int = 2, silent: Sequence[int] = ()) -> AttemptRecords:
+    return AttemptRecords(0, num_nodes, {each.node: each for each in ends}, frozenset(silent))
+
+
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        # The broken connection of node 0 was noticed before the death of node 1.
+        ([end(0, 1, order=1), end(1, 137, order=2)], 1),
+        ([end(0, 1, order=2), end(1, 1, order=1)], 1),
+        ([end(0, 143, is_consequence=True), end(1, 1, order=1)], 1),
+        ([end(0, 0), end(1, 75)], 1),
+        # A run that has failed on one node is not a preempted one, which would be started again.
+        ([end(0, 75), end(1, 1, order=1)], 1),
+        ([end(0, 75), end(1, 137, order=1)], 1),
+        # Ranks of node 0 had left the fit as SIGTERM came, those of node 1 have saved.
+        ([end(0, 143, order=1), end(1, 75)], 1),
+        ([end(0, 1, order=1), end(1, 130)], 1),
+        ([end(0, 0), end(1, 0)], 0),
+    ],
+)
+def test_the_first_cause_counts(ends: Sequence[NodeRecord], first: int) -> None:
+    cause = records(*ends).cause
+    assert cause is not None
+    assert cause.node == first
+    assert records(ends[0]).cause is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer",
+        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
+    ],
+)
+def test_a_broken_connection_is_not_the_cause_of_an_error_that_was_noticed_later(error: str) -> None:
+    head = "rank {} (pid 7) failed at step 3 (epoch 0, batch 3)"
+    trace = "Traceback (most recent call last):\n  File train.py, line 1\n"
+    lost = Verdict(1, f"{head.format(0)}:\n{trace}{error}", failed=True, rank=0)
+    cut = NodeRecord(0, 0, order=1).ended(lost)
+    planted = Verdict(1, f"{head.format(1)}:\n{trace}ValueError: planted", failed=True, step=3, rank=1)
+    own = NodeRecord(1, 0, order=2).ended(planted)
+    seen = records(cut, NodeRecord.read(own.text()))
+    assert seen.cause == own
+    # The other nodes show the error in one line.
+    assert seen.verdict(lost, 0).message == f"node 1: {head.format(1)}: ValueError: planted"
+
+
+def test_all_nodes_have_the_code_and_the_step_of_the_cause() -> None:
+    seen = records(end(0, 1, order=2), end(1, 137, order=1, step=5))
+    own = Verdict(1, "connection lost", failed=True, step=4, rank=0, traceback="...")
+    assert seen.verdict(own, 0) == Verdict(137, "node 1: node 1 ended", failed=True, step=5)
+    assert seen.verdict(own, 1) is own
+    assert records(end(0, 0), end(1, 0)).verdict(SUCCESS, 1) == SUCCESS
+
+
+def test_a_silent_node_is_the_cause_unless_ranks_have_failed_by_themselves() -> None:
+    ended = Verdict(143, "ended by SIGTERM", failed=True, step=7)
+    silent = "phalanx: node 1 does not answer: its launcher or its host has ended, or cannot be reached"
+    lost = Verdict(1, silent, failed=True)
+    assert records(end(0, 143, is_consequence=True), silent=[1]).verdict(ended, 0) == Verdict(1, silent, True, step=7)
+    assert records(end(0, 0), silent=[1]).verdict(SUCCESS, 0) == lost
+    own = Verdict(137, "rank 0 was killed", failed=True)
+    found = records(end(0, 137, order=1), silent=[1]).verdict(own, 0)
+    assert (found.exit_code, found.message) == (137, f"rank 0 was killed\n{silent}")
+    # One that has ended before it was silent is not lost, and of three nodes the others are waited for.
+    assert records(end(0, 0), end(1, 0), silent=[1]).verdict(SUCCESS, 0) == SUCCESS
+    assert records(end(0, 0), num_nodes=3, silent=[1]).cause is None
+    assert lost_verdict(SUCCESS, 0, " at a:1").message.startswith("phalanx: node 0 at a:1 does not answer")
+
+
+@pytest.mark.parametrize(
+    ("seen", "stopped"),
+    [
+        (records(NodeRecord(0, 0), NodeRecord(1, 0)), None),
+        (records(NodeRecord(0, 0, has_failed=True), NodeRecord(1, 0)), 1),
+        (records(NodeRecord(0, 0), end(1, 78)), 1),
+        (records(NodeRecord(0, 0), NodeRecord(1, 0), silent=[1]), 1),
+        # Preempted ranks of other nodes end by themselves.
+        (records(NodeRecord(0, 0), end(1, 75)), 75),
+        (records(NodeRecord(0, 0), end(1, 0)), None),
+    ],
+)
+def test_the_end_of_ranks_on_one_node_is_known_on_the_others(seen: AttemptRecords, stopped: int | None) -> None:
+    assert seen.stopped == stopped
+
+
+# ---- two launchers, whose ranks are left out
+
+
 class Launcher:
     """The launcher of one of two nodes."""
 
@@ -37,8 +139,8 @@ class Launcher:
         self.nodes = SeveralNodes(node, 2, "127.0.0.1", port, 1)
         self.supervisor = Supervisor(str(directory))
 
-    def meet(self, attempt: int) -> Verdict | None:
-        return self.nodes.meet(attempt, 1, self.supervisor)
+    def meet(self, attempt: int, num_ranks: int = 1) -> Verdict | None:
+        return self.nodes.meet(attempt, num_ranks, self.supervisor)
 
     def agree(self, verdict: Verdict) -> Verdict:
         return self.nodes.agree(verdict, self.supervisor)
@@ -48,8 +150,9 @@ class Launcher:
             for signum in signals:
                 signal.raise_signal(signum)
 
-    def close(self) -> None:
-        self.nodes.close(SUCCESS, self.supervisor)
+    def close(self, verdict: Verdict | None = SUCCESS) -> None:
+        self.nodes.close(verdict, self.supervisor)
+        self.nodes._thread.join(0.0 if self.nodes.is_lost else 60.0)
 
 
 class Pair:
@@ -65,10 +168,10 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+def apart(tmp_path: Path) -> Iterator[Pair]:
+    """Two launchers before they meet."""
     found = Pair(tmp_path)
     with found.pool:
-        assert found.both(lambda launcher: launcher.meet(0)) == [None, None]
         try:
             yield found
         finally:
@@ -76,11 +179,18 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 @pytest.fixture
+def pair(apart: Pair) -> Pair:
+    assert apart.both(lambda launcher: launcher.meet(0)) == [None, None]
+    return apart
+
+
+@pytest.fixture
 def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher counts as gone after 0.1 s, and the nodes wait 1 s for each other."""
+    """A launcher counts as gone after 0.5 s, and the nodes wait 1 s for each other."""
     monkeypatch.setattr(several_nodes, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(several_nodes, "JOIN_SECONDS", 1.0)
-    monkeypatch.setattr(liveness, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(several_nodes, "_TRY_SECONDS", 0.2)
+    monkeypatch.setattr(node_records, "SILENT_SECONDS", 0.5)
 
 
 @pytest.mark.usefixtures("is_quick")
@@ -96,48 +206,42 @@ def test_a_node_that_is_not_there_yet_is_not_silent(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("is_quick")
+def test_node_0_that_is_not_there_is_named_with_its_address(tmp_path: Path) -> None:
+    port = free_port()
+    launcher = Launcher(1, port, tmp_path)
+    ended = launcher.meet(0)
+    launcher.close()
+    assert ended is not None
+    assert ended.message == f"phalanx: node 0 did not answer at 127.0.0.1:{port} within 1 s: see what it printed"
+
+
+@pytest.mark.usefixtures("is_quick")
 def test_a_node_that_was_there_and_is_gone_is_silent(tmp_path: Path) -> None:
     port = free_port()
     launcher = Launcher(0, port, tmp_path)
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(launcher.meet, 0)
-        place, store = NodePlace(1, 2, "127.0.0.1", port), None
-        while store is None:
-            store = connect(place, None)
-        with contextlib.closing(store):
-            store.set("alive/1", "0")
-            verdict = ended.result(60.0)
-            assert verdict is not None
-            assert "node 1 does not answer" in verdict.message
-            assert launcher.nodes.is_lost
-            launcher.close()
+        connect("127.0.0.1", port, 30.0).set("alive/1", "1")
+        verdict = ended.result(60.0)
+        assert verdict is not None
+        assert "node 1 does not answer" in verdict.message
+        assert launcher.nodes.is_lost
+        launcher.close()
+        launcher.nodes._thread.join(60.0)
 
 
-def test_a_failure_does_not_leak_into_the_next_attempt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_ends_the_ranks_of_the_other_node_in_its_attempt_alone(pair: Pair) -> None:
     failing, other = pair.launchers
-    begun, done = threading.Event(), threading.Event()
-    may_go_on = threading.Event()
-    announce = NodeAttempt.announce_failure
-
-    def delayed(attempt: NodeAttempt, store: NodeStore) -> None:
-        """The thread is suspended from the end of an attempt to the begin of the next one."""
-        in_thread = threading.current_thread().name == "phalanx-nodes"
-        if in_thread:
-            begun.set()
-            may_go_on.wait(60.0)
-        announce(attempt, store)
-        if in_thread:
-            done.set()
-
-    monkeypatch.setattr(NodeAttempt, "announce_failure", delayed)
     failing.nodes.report_failure()
-    assert begun.wait(60.0)
+    wait_until(lambda: other.nodes.others_ended() == 1)
+    assert failing.nodes.others_ended() is None
     failed = Verdict(1, "boom", failed=True, rank=0)
-    verdicts = pair.both(lambda launcher: launcher.agree(failed if launcher is failing else SUCCESS))
-    assert [verdict.exit_code for verdict in verdicts] == [1, 1]
+    ended = Verdict(143, "ended by SIGTERM", failed=True)
+    verdicts = pair.both(lambda launcher: launcher.agree(failed if launcher is failing else ended))
+    assert [(verdict.exit_code, verdict.message) for verdict in verdicts] == [(1, "boom"), (1, "node 0: boom")]
     assert pair.both(lambda launcher: launcher.meet(1)) == [None, None]
-    may_go_on.set()
-    assert done.wait(60.0)
+    tokens = {launcher.nodes.place and launcher.nodes.place.token for launcher in pair.launchers}
+    assert len(tokens) == 1
     time.sleep(3 * several_nodes._POLL_SECONDS)
     assert [launcher.nodes.others_ended() for launcher in pair.launchers] == [None, None]
     other.nodes.report_failure()
@@ -145,17 +249,28 @@ def test_a_failure_does_not_leak_into_the_next_attempt(pair: Pair, monkeypatch: 
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_signal_to_a_launcher_whose_ranks_have_ended_is_passed_on(pair: Pair, node: int) -> None:
-    done, other = pair.launchers[node], pair.launchers[1 - node]
+def test_a_launcher_that_leaves_between_two_attempts_ends_the_others(pair: Pair, node: int) -> None:
+    leaving = pair.launchers[node]
+    pair.both(lambda launcher: launcher.agree(Verdict(1, "boom", failed=True, rank=0)))
+    ended = Verdict(75, "ended by SIGTERM before the ranks were started; run the same command again", failed=True)
+
+    def leave_or_wait(launcher: Launcher) -> Verdict | None:
+        verdict = ended if launcher is leaving else launcher.meet(1)
+        launcher.close(verdict)
+        return verdict
+
+    assert pair.both(leave_or_wait) == [ended, ended]
+
+
+def test_a_launcher_that_fails_itself_ends_the_others(pair: Pair) -> None:
+    failing, other = pair.launchers
     with ThreadPoolExecutor(1) as pool:
-        verdict = pool.submit(done.agree, SUCCESS)
-        done.receive(signal.SIGTERM)
-        wait_until(lambda: other.nodes.signal_of_others() == signal.SIGTERM)
-        assert not verdict.done()
-        done.receive(signal.SIGINT)
-        wait_until(lambda: other.nodes.signal_of_others() == signal.SIGINT)
-        assert other.agree(Verdict(130, "interrupted", failed=True)).exit_code == 130
-        assert verdict.result(60.0).exit_code == 130
+        closing = pool.submit(failing.close, None)
+        wait_until(lambda: other.nodes.others_ended() == 1)
+        verdict = other.agree(Verdict(143, "ended by SIGTERM", failed=True))
+        assert verdict.message == "node 0: phalanx: the launcher of node 0 failed: see what it printed"
+        other.close()
+        closing.result(60.0)
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -166,6 +281,14 @@ def test_after_a_second_interrupt_the_other_nodes_are_not_waited_for(pair: Pair,
         verdict = pool.submit(leaving.agree, own)
         leaving.receive(signal.SIGINT, signal.SIGINT)
         assert verdict.result(60.0) == (own if own.failed else Verdict(130, "interrupted", failed=True))
+
+
+def test_nodes_with_different_numbers_of_ranks_are_refused(apart: Pair) -> None:
+    counts = dict(zip(apart.launchers, (1, 2), strict=True))
+    verdicts = apart.both(lambda launcher: launcher.meet(0, counts[launcher]))
+    text = "node 1 starts 2 ranks and node 0 1: give -n the same number on all nodes"
+    assert verdicts == [Verdict(78, text, failed=True)] * 2
+    apart.both(lambda launcher: launcher.close(verdicts[0]))
 
 
 class SlowServer:
@@ -202,28 +325,32 @@ def prepared(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         this.receive(signal.SIGINT, signal.SIGINT)
 
 
-@pytest.mark.usefixtures("prepared")
-def test_the_server_of_a_node_is_started_with_the_environment_of_its_first_rank() -> None:
+def test_a_signal_before_the_ranks_are_started_preempts_the_others(pair: Pair, prepared: Future[Verdict]) -> None:
+    # The server of a node is started with the environment of its first rank.
     (environment,) = SlowServer.environments
     assert [environment[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")] == ["2", "0", "1"]
-
-
-def test_a_signal_before_the_ranks_are_started_preempts_the_others(pair: Pair, prepared: Future[Verdict]) -> None:
     other, this = pair.launchers
     this.receive(signal.SIGTERM)
-    wait_until(lambda: other.nodes.signal_of_others() == signal.SIGTERM)
     wait_until(lambda: other.nodes.others_ended() == 75)
     stopped = Verdict(143, "ended by SIGTERM", failed=True)
     assert [other.agree(stopped).exit_code, prepared.result(60.0).exit_code] == [75, 75]
 
 
-@pytest.mark.parametrize(("code", "is_consequence"), [(None, False), (1, True), (75, False), (130, False)])
-def test_preempted_ranks_end_by_themselves(code: int | None, is_consequence: bool) -> None:
-    attempt = NodeAttempt(0)
-    attempt.others = code
-    assert attempt.is_consequence is is_consequence
-    attempt.has_failed.set()
-    assert not attempt.is_consequence
+def test_a_port_that_is_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with refuses(ConfigurationError, f"--rdzv={port}", varies=rf"\b{port}\b"):
+            SeveralNodes(0, 2, "127.0.0.1", port, 1)
+
+
+def test_a_host_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(listening, "_RESOLVE_SECONDS", 0.0)
+    with refuses(ConfigurationError, "--rdzv 'host-b'"):
+        SeveralNodes(1, 2, "host-b", 1, 1)
 
 
 def test_the_ranks_of_all_nodes_can_connect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,3 +358,45 @@ def test_the_ranks_of_all_nodes_can_connect_at_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(several_nodes, "listen", lambda host, port, size, *_: sizes.append(size))
     SeveralNodes(0, 16, "127.0.0.1", 1, 8)
     assert sizes[0] >= 16 * 8 + 16
+
+
+class CutStore:
+    """A store over a connection that a test cuts: a call does not return."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.is_cut, self.healed = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_cut.is_set():
+            self.healed.wait(60.0)
+        return getattr(self.store, name)
+
+
+def test_a_store_that_does_not_answer_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores: list[CutStore] = []
+
+    def cut(*given: Any) -> CutStore:
+        stores.append(CutStore(connect(*given)))
+        return stores[-1]
+
+    monkeypatch.setattr(several_nodes, "connect", cut)
+    pair = Pair(tmp_path)
+    node_0, node_1 = pair.launchers
+    with pair.pool:
+        assert pair.both(lambda launcher: launcher.meet(0)) == [None, None]
+        wait_until(lambda: node_1.nodes._store is not None)
+        cut_off = node_1.nodes._store
+        cut_off.is_cut.set()
+        monkeypatch.setattr(node_records, "SILENT_SECONDS", 1.0)
+        wait_until(lambda: node_1.nodes.others_ended() == 1)
+        wait_until(lambda: node_0.nodes.others_ended() == 1)
+        ended = Verdict(143, "ended by SIGTERM", failed=True)
+        first, second = pair.both(lambda launcher: launcher.agree(ended))
+        assert first.message.startswith("phalanx: node 1 does not answer")
+        assert second.message.startswith(f"phalanx: node 0 at 127.0.0.1:{node_1.nodes._place.port} does not answer")
+        assert (first.exit_code, second.exit_code) == (1, 1)
+        assert node_0.nodes.is_lost
+        assert node_1.nodes.is_lost
+        pair.both(Launcher.close)
+        cut_off.healed.set()

@@ -18,11 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import end_session
+from ranks import end_session, run_script, warm_python
 from screens import screen_of
 
 CTRL_C = b"\x03"
 HIDES_CURSOR, SHOWS_CURSOR = "\x1b[?25l", "\x1b[?25h"
+# What the process that starts the ranks does first: its standard output is the terminal.
+TAKES_TERMINAL = """
+import fcntl, os, termios
+if "RANK" not in os.environ:
+    os.dup2(1, 0)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+"""
 SCRIPT = """
 import sys, time
 import torch
@@ -70,20 +77,12 @@ DEBUGGED = (
 
 
 @contextlib.contextmanager
-def in_terminal(root: Path, source: str, seconds: float) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def in_terminal(root: Path, source: str, seconds: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run a script in a terminal of its own; yield its process and the other end of the terminal."""
     script = root / "script.py"
-    script.write_text(source)
+    script.write_text(TAKES_TERMINAL + source)
     terminal, inside = pty.openpty()
-
-    def take_terminal() -> None:
-        os.setsid()
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(root), str(seconds)],
-        stdin=inside, stdout=inside, stderr=inside, preexec_fn=take_terminal, cwd=root,
-    )  # fmt: skip
+    process = warm_python().start(script, [str(root), str(seconds)], root, os.environ, inside)
     os.close(inside)
     try:
         yield process, terminal
@@ -234,11 +233,14 @@ def test_the_progress_bar_is_not_drawn_while_a_debugger_has_the_terminal(tmp_pat
 
 
 def test_a_debugger_reads_commands_from_a_pipe(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(DEBUGGED)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), "60"],
-        input="answer += 2\nc\n", capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    reads = """
+import os
+if "RANK" not in os.environ:
+    reading, writing = os.pipe()
+    os.write(writing, b'answer += 2\\nc\\n')
+    os.close(writing)
+    os.dup2(reading, 0)
+"""
+    done = run_script(reads + DEBUGGED, str(tmp_path), "60")
+    assert done.returncode == 0, done.stdout
     assert "ANSWER 43 ON 0" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import time
 from pathlib import Path
 
@@ -70,40 +69,27 @@ def on_one_host(folder: Path, strategy: str, steps: int) -> dict[int, list[float
     return losses(folder)
 
 
-def test_two_hosts_listen_on_the_cable_alone_and_train_as_one_does(tmp_path: Path) -> None:
+def test_two_hosts_listen_on_the_cable_alone_and_train_as_one_does_though_it_is_pulled_or_slow(tmp_path: Path) -> None:
     apart, together = folders(tmp_path)
     with two_hosts() as hosts:
-        processes = hosts.start_as_slurm(SCRIPT, [str(apart), "zero2", "1", "2", "24", "0.02"], apart)
+        arguments = [str(apart), "zero2", "1", "2", "40", "0.02"]
+        processes = hosts.start_as_slurm(SCRIPT, arguments, apart, libraries=("deepspeed",))
         wait_until(lambda: saved(apart, 4), seconds=60.0)
-        found = [listening(process.pid) for process in processes]
-        codes = ended(processes, 60.0)
-    assert codes == [0, 0], (apart / "host_0.txt").read_text()
-    # 10.213.7.1 and .2: the store's and gloo's.
-    assert found == [{"0107D50A"}, {"0207D50A"}]
-    assert losses(apart) == on_one_host(together, "zero2", 24)
-
-
-def test_a_cable_that_is_pulled_for_a_moment_or_slow_changes_nothing(tmp_path: Path) -> None:
-    apart, together = folders(tmp_path)
-    with two_hosts() as hosts:
-        processes = hosts.start_as_slurm(SCRIPT, [str(apart), "fsdp", "1", "2", "40", "0.02"], apart)
-        wait_until(lambda: saved(apart, 4), seconds=60.0)
+        # 10.213.7.1 and .2: the store's and gloo's.
+        assert [listening(process.pid) for process in processes] == [{"0107D50A"}, {"0207D50A"}]
         hosts.cut()
         time.sleep(0.2)
         stood = steps_begun(apart)
         time.sleep(1.0)
         assert steps_begun(apart) == stood
         hosts.heal()
-        try:
-            hosts.slow()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"nothing slows a cable here: {error.stderr.strip()}")
-        slowed_at = steps_begun(apart)
-        wait_until(lambda: steps_begun(apart) > slowed_at + 2, seconds=30.0)
-        hosts.speed_up()
+        if hosts.slow():
+            slowed_at = steps_begun(apart)
+            wait_until(lambda: steps_begun(apart) > slowed_at + 2, seconds=30.0)
+            hosts.speed_up()
         codes = ended(processes, 60.0)
     assert codes == [0, 0], printed_by_host_0(apart)
-    assert losses(apart) == on_one_host(together, "fsdp", 40)
+    assert losses(apart) == on_one_host(together, "zero2", 40)
 
 
 @pytest.mark.timeout(240)
@@ -142,7 +128,7 @@ def printed_by_host_0(folder: Path) -> str:
 def test_a_cut_cable_ends_both_hosts_and_one_host_resumes(tmp_path: Path) -> None:
     apart, together = folders(tmp_path)
     with two_hosts() as hosts:
-        processes = hosts.start(SCRIPT, [str(apart), "ddp", "1", "2", "1000", "0.02"], apart)
+        processes = hosts.start_as_slurm(SCRIPT, [str(apart), "ddp", "1", "2", "1000", "0.02"], apart)
         try:
             wait_until(lambda: saved(apart, 8), seconds=60.0)
             hosts.cut()
@@ -157,6 +143,6 @@ def test_a_cut_cable_ends_both_hosts_and_one_host_resumes(tmp_path: Path) -> Non
     assert time.monotonic() - began > STALL_SECONDS / 2
     for number in range(2):
         assert "stalled" in (apart / f"host_{number}.txt").read_text()
-    got_to = max(losses(apart))
+    got_to = steps_begun(apart)
     found = on_one_host(apart, "ddp", got_to + 4)
     assert found == on_one_host(together, "ddp", got_to + 4)

@@ -1,0 +1,158 @@
+"""``AttemptRecords``: what the launchers of several nodes have recorded about an attempt, and what follows from it.
+
+Everything here is computed from the records alone; several_nodes.py exchanges them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..core.errors import Preempted
+from ..report.verdicts import headline
+from ..system.failure_records import INTERRUPTED
+from .verdict import Verdict
+
+SILENT_SECONDS = 30.0
+"""A launcher that gives no sign of life for this long is gone, or cut off."""
+STOPPED = frozenset({Preempted.exit_code, INTERRUPTED})
+"""Exit codes of ranks that have ended since they were asked to."""
+# In the errors of ranks that lost the connection to another one: gloo's, which have no class of their own, and NCCL's.
+_LOST_PEER = ("gloo/transport", "DistBackendError", "DistNetworkError")
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """An attempt on one node, written by its launcher."""
+
+    node: int
+    attempt: int
+    num_ranks: int = 0
+    token: str = ""
+    """A random value; that of node 0 tells this start of the run from others."""
+    has_failed: bool = False
+    """Whether ranks of the node have failed by themselves."""
+    order: int = 0
+    """1 if they were the first to fail, 2 for the second node."""
+    is_consequence: bool = False
+    """Whether the ranks were ended because those of another node had failed."""
+    lost_peer: bool = False
+    """Whether the error is that of a broken connection, which may have been the end of a rank on another node."""
+    end: Verdict | None = None
+    """The verdict on the attempt on this node."""
+    has_left: bool = False
+    """Whether the launcher takes part in no further attempt."""
+
+    def ended(self, verdict: Verdict, is_consequence: bool = False) -> NodeRecord:
+        """Return the record of this node after the end of its ranks."""
+        return replace(
+            self,
+            has_failed=verdict.failed and verdict.exit_code not in STOPPED,
+            is_consequence=is_consequence,
+            lost_peer=any(text in verdict.message for text in _LOST_PEER),
+            # The other nodes show the error in one line.
+            end=replace(verdict, message=headline(verdict.message), traceback="", advice=""),
+        )
+
+    def text(self) -> str:
+        """Return the record as JSON."""
+        return json.dumps(self, default=vars)
+
+    @classmethod
+    def read(cls, text: str | bytes) -> NodeRecord:
+        """Read the result of ``text``."""
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "end": fields["end"] and Verdict(**fields["end"])})
+
+
+@dataclass(frozen=True)
+class AttemptRecords:
+    """The records of all nodes for an attempt, as far as a launcher has read them."""
+
+    attempt: int
+    num_nodes: int
+    records: Mapping[int, NodeRecord] = field(default_factory=dict)
+    silent: frozenset[int] = frozenset()
+    """The nodes whose launchers give no sign of life."""
+
+    @property
+    def late(self) -> list[int]:
+        """The nodes that are not ready for the attempt."""
+        return [node for node in range(self.num_nodes) if node not in self.records]
+
+    @property
+    def refusal(self) -> str:
+        """The reason why the nodes do not fit together, or an empty text."""
+        counts = {node: self.records[node].num_ranks for node in sorted(self.records)}
+        first = next(iter(counts), 0)
+        odd = next((node for node, count in counts.items() if count != counts[first]), None)
+        if odd is None:
+            return ""
+        each = f"node {odd} starts {counts[odd]} ranks and node {first} {counts[first]}"
+        return f"{each}: give -n the same number on all nodes"
+
+    @property
+    def left(self) -> Verdict | None:
+        """The verdict of a launcher that takes part in no further attempt, or None."""
+        return next((record.end for record in self.records.values() if record.has_left), None)
+
+    @property
+    def ends(self) -> dict[int, Verdict]:
+        """The verdicts of the nodes on which the attempt has ended."""
+        return {node: record.end for node, record in sorted(self.records.items()) if record.end is not None}
+
+    @property
+    def stopped(self) -> int | None:
+        """The exit code for which ranks of a node have ended, if it is not 0."""
+        if self.lost is not None or any(record.has_failed for record in self.records.values()):
+            return 1
+        return next((end.exit_code for end in self.ends.values() if end.failed), None)
+
+    @property
+    def lost(self) -> int | None:
+        """A node whose launcher gives no sign of life, and whose end is not known."""
+        return min(self.silent - self.ends.keys(), default=None)
+
+    @property
+    def cause(self) -> NodeRecord | None:
+        """The record of the node whose end caused those of the others, once the ends of all nodes are known or lost."""
+        ends = self.ends
+        if not ends or not self.silent.issuperset(range(self.num_nodes) - ends.keys()):
+            return None
+        return self.records[min([node for node in ends if ends[node].exit_code] or ends, key=self._place_among_causes)]
+
+    def _place_among_causes(self, node: int) -> tuple[int, ...]:
+        """Return the sort key of an end, in the order of ``judge``: Ctrl-C, failures, and ranks that were preempted."""
+        record, end = self.records[node], self.ends[node]
+        # A connection that breaks as a rank of another node fails ends with 1, often before that node has noticed.
+        late = record.is_consequence, record.lost_peer, end.exit_code != INTERRUPTED, end.rank is None
+        return *late, end.exit_code == 1, record.order, node
+
+    def verdict(self, own: Verdict, node: int) -> Verdict:
+        """Return the verdict of a node on the attempt, which has a cause: code and step are the same on all nodes.
+
+        ``own``: the verdict on the ranks of the node.
+        """
+        cause = self.cause
+        assert cause is not None
+        assert cause.end is not None
+        code = cause.end.exit_code
+        if self.lost is not None and (cause.is_consequence or not code):
+            return lost_verdict(replace(own, failed=False), self.lost)
+        if cause.node != node:
+            message = f"node {cause.node}: {cause.end.message}" if code else ""
+            own = Verdict(code, message, bool(code), cause.end.step)
+        return own if self.lost is None else lost_verdict(own, self.lost)
+
+
+def lost_verdict(own: Verdict, lost: int, where: str = "") -> Verdict:
+    """Return the verdict of a node on an attempt in which the launcher of node ``lost`` gave no more answer.
+
+    ``own`` has not failed if its ranks were ended for that reason, or were successful.
+    """
+    text = f"phalanx: node {lost}{where} does not answer: its launcher or its host has ended, or cannot be reached"
+    if not own.failed:
+        return Verdict(1, text, failed=True, step=own.step)
+    return replace(own, message=f"{own.message}\n{text}".lstrip())
