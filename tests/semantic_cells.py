@@ -27,7 +27,7 @@ import actions_on_optimizers
 import actions_on_weights
 import torch
 from parity_table import strategy_named
-from ranks import run_on_ranks
+from ranks import run_on_ranks, run_script
 from semantic_plain import by_hand
 from semantic_program import Action, Outcome, run
 from torch import Tensor
@@ -190,14 +190,30 @@ def of_failures(failures: Sequence[Failed]) -> Verdict:
 def stopped(cell: Cell, ended: Sequence[Outcome | Failed], message: str) -> Verdict:
     """Judge ranks of which some did not end, or left something behind."""
     failures = [each for each in ended if isinstance(each, Failed)]
-    if "died: " in message and not any(each.is_refusal for each in failures):
-        return Verdict(WRONG, f"crash: {message.partition('died: ')[2].splitlines()[0]}")
-    if failures:
+    if any(each.is_refusal for each in failures):
         # A launcher stops the other ranks.
+        return of_failures(failures)
+    if "died: " in message:
+        return launched(cell, f"crash: {message.partition('died: ')[2].splitlines()[0]}")
+    if failures:
         return of_failures(failures)
     if len(ended) == cell.layout.ranks:
         return Verdict(WRONG, " ".join(message.split())[-300:])
-    return Verdict(WRONG, f"hang: {cell.layout.ranks - len(ended)} ranks did not end")
+    return launched(cell, f"hang: {cell.layout.ranks - len(ended)} ranks did not end")
+
+
+def launched(cell: Cell, what: str) -> Verdict:
+    """Judge ranks that crash or wait for each other by the last line that their launcher prints."""
+    if cell.layout.ranks == 1 or ":" in cell.layout.strategy:
+        return Verdict(WRONG, what)
+    script = Path(__file__).with_name("semantic_launched.py")
+    try:
+        done = run_script(script, cell.layout.strategy, str(cell.layout.ranks), cell.action, cell.moment)
+    except AssertionError as error:
+        return Verdict(WRONG, f"{what}; {error}")
+    last = done.stdout.rstrip().rpartition("\n")[2]
+    is_explained = done.returncode != 0 and "step" in last and _IMPERATIVES.search(last)
+    return Verdict(REFUSED, f"The launcher: {last}") if is_explained else Verdict(WRONG, f"{what}; {last}")
 
 
 def compared(cell: Cell, found: Sequence[Outcome], wanted: Sequence[Outcome]) -> Verdict:
