@@ -21,7 +21,7 @@ from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.strategies import DeepSpeedStrategy
 
-STEPS, CLIP = 8, 0.3
+STEPS, CLIP = 5, 0.3
 WINDOWS = (1, 2, 3, 1)
 GRADIENTS = ("embed.weight", "narrow.bias", "scale")
 
