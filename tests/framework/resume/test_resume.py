@@ -131,7 +131,7 @@ def run(
         enable_progress_bar=False,
         enable_model_summary=False,
         accumulate_grad_batches=AccumulationSchedule.cycle([1, 2, 3]),
-        val_check_interval=5,
+        val_check_interval=3,
         callbacks=[
             ModelCheckpoint(every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True),
             StopAfter(stop),
