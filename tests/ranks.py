@@ -387,7 +387,8 @@ def _keep_shapes() -> None:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    compute = ShardingPropagator._propagate_tensor_meta_non_cached
+    owner: Any = ShardingPropagator
+    compute = owner._propagate_tensor_meta_non_cached
     known: dict[Any, Any] = {}
 
     def described(value: Any) -> Any:
@@ -397,7 +398,7 @@ def _keep_shapes() -> None:
             return type(value), *map(described, value)
         return type(value), value
 
-    def shapes_of(propagator: ShardingPropagator, schema: Any) -> Any:
+    def shapes_of(propagator: Any, schema: Any) -> Any:
         key = (schema.op, described(schema.args_schema), described([*schema.kwargs_schema.items()]))
         try:
             hash(key)
@@ -407,7 +408,7 @@ def _keep_shapes() -> None:
             known[key] = compute(propagator, schema)
         return known[key]
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = shapes_of  # type: ignore[method-assign]
+    owner._propagate_tensor_meta_non_cached = shapes_of
 
 
 def seed_alike() -> None:

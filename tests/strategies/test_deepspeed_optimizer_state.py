@@ -149,7 +149,11 @@ EDITS = [
 
 
 def all_of(edits: Sequence[Callable[[Any], None]]) -> Callable[[Any], None]:
-    return lambda program: [edit(program) for edit in edits] and None
+    def edit_all(program: Any) -> None:
+        for edit in edits:
+            edit(program)
+
+    return edit_all
 
 
 def edited(place: str | None) -> list[Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import run_script
 
-LAYERS, WIDTH = 16, 1024
+LAYERS, WIDTH = 24, 1024
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 
 SCRIPT = f"""
@@ -68,7 +68,8 @@ def fit(strategy: str, path: Path, bytes_each: float) -> str:
 
 
 # AdamW in fp32 takes 16 bytes for each parameter (weight, gradient, two moments), and ddp's buckets 4 more. On two
-# ranks zero3-offload takes 12 and zero3-nvme 2; DeepSpeed itself 130 MB, which is 3.9 for each parameter of this model.
+# ranks zero3-offload takes 12 and zero3-nvme 2; DeepSpeed itself up to 120 MB, which is 4.8 for each parameter of this
+# model.
 
 
 def test_ddp_does_not_fit(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.system.atomic_files import hidden_sibling
 
-
 # An epoch of one process has windows of 1, 2 and 3 batches, of which the last is cut, and ends within the cycle.
 SAMPLES = 16
 
