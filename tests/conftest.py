@@ -31,6 +31,11 @@ from tiers import Tiers, needs_compiled_ops
 # The folder of multiprocessing goes when the process does; that of torch's compiler also comes with its profiler.
 _CUDA_TESTS = Path(__file__).parent / "cuda"
 _MANY_TESTS = 500
+# What many tests import in their processes.
+_LIBRARIES = (
+    *("datasets", "deepspeed", "jsonargparse", "peft", "sklearn.datasets", "torchmetrics", "transformers"),
+    "webdataset",
+)
 _IGNORED_FILES = ("pymp-", "torchinductor_")
 
 
@@ -78,7 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if len(session.items) > _MANY_TESTS:
-        preload(("datasets", "deepspeed", "jsonargparse", "sklearn.datasets", "torchmetrics", "webdataset"))
+        preload(_LIBRARIES)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -87,7 +87,7 @@ def main() -> None:
     strategy, _, degrees = sys.argv[2].partition(" ")
     asynchronous, workers = sys.argv[4] == "1", int(sys.argv[5])
     torch.manual_seed(5)
-    x = torch.randn(240, 6)
+    x = torch.randn(120, 6)
     data = TensorDataset(x, x.sum(1, keepdim=True))
     module = Net()
     saver = ModelCheckpoint(

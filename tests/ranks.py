@@ -264,8 +264,6 @@ def serve(rank: int, num_ranks: int, port: int, device: str, store_fd: int, pipe
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     pipe = Connection(pipe_fd)
-    # What every test file needs, loaded while no call's time runs.
-    importlib.import_module("pytest")
     _join_group(rank, num_ranks, port, device, store_fd)
     _send(pipe, True, None)
     while True:
@@ -303,6 +301,7 @@ def _join_group(rank: int, num_ranks: int, port: int, device: str, store_fd: int
     )
     backend = "gloo" if device == "cpu" else cuda_machine.backend(num_ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    _keep_shapes()
 
 
 def _answer(module_name: str, path: str, name: str, pickled_args: bytes) -> Any:
@@ -379,6 +378,38 @@ def _forget_meshes() -> None:
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+
+
+def _keep_shapes() -> None:
+    """Let DTensor keep the shapes of outputs, which are those of any mesh, when it forgets the meshes.
+
+    It finds them by running each operator on fake tensors, which takes a third of the time of a short fit.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    owner: Any = ShardingPropagator
+    compute = owner._propagate_tensor_meta_non_cached
+    known: dict[Any, Any] = {}
+
+    def described(value: Any) -> Any:
+        if isinstance(value, DTensorSpec):
+            return value.tensor_meta
+        if isinstance(value, list | tuple):
+            return type(value), *map(described, value)
+        return type(value), value
+
+    def shapes_of(propagator: Any, schema: Any) -> Any:
+        key = (schema.op, described(schema.args_schema), described([*schema.kwargs_schema.items()]))
+        try:
+            hash(key)
+        except TypeError:
+            return compute(propagator, schema)
+        if key not in known:
+            known[key] = compute(propagator, schema)
+        return known[key]
+
+    owner._propagate_tensor_meta_non_cached = shapes_of
 
 
 def seed_alike() -> None:

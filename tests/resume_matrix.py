@@ -183,16 +183,16 @@ class Row:
         return [Outcome(outcome.losses[SAVED * WINDOW :], outcome.weights) for outcome in self.whole]
 
 
-def row_of(layout: Layout, folder: Path) -> Row:
+def row_of(layout: Layout, folder: Path, steps: int = STEPS) -> Row:
     """Train a row's run."""
     checkpoint = folder / f"{layout}.ckpt"
-    whole = outcomes(layout, folder, STEPS, None, {SAVED: checkpoint})
+    whole = outcomes(layout, folder, steps, None, {SAVED: checkpoint})
     return Row(checkpoint, whole, deviation(whole, 0))
 
 
-def resumed(layout: Layout, folder: Path, row: Row) -> list[Outcome]:
+def resumed(layout: Layout, folder: Path, row: Row, steps: int = STEPS) -> list[Outcome]:
     """Resume from a row's checkpoint and train to the end."""
-    return outcomes(layout, folder, STEPS, row.checkpoint, {})
+    return outcomes(layout, folder, steps, row.checkpoint, {})
 
 
 @dataclass(frozen=True)

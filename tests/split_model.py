@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from phalanx import Split, Trainer
 from phalanx.callbacks import LambdaCallback
 
-GLOBAL_BATCH, CLIP, STEPS = 8, 0.5, 20
+GLOBAL_BATCH, CLIP, STEPS = 8, 0.5, 8
 ROWS = 16 * GLOBAL_BATCH
 MATRICES = tuple(f"blocks.*.{name}.weight" for name in ("query", "key", "value", "project", "widen", "narrow"))
 

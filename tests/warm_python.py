@@ -31,22 +31,49 @@ _PR_SET_PDEATHSIG = 1
 # What ranks and the scripts that start them use.
 _LIBRARIES = (
     "numpy",
+    "pytest",
     "torch",
     "torch._dynamo",
+    "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "torch.utils.data",
+    "torch.utils.flop_counter",
     "phalanx",
     "phalanx.callbacks",
     "phalanx.checkpoint",
     "phalanx.loggers",
+    "phalanx.precisions.true",
     "phalanx.strategies",
     "phalanx.strategies.ddp",
+    "phalanx.strategies.fsdp.strategy",
+    "phalanx.strategies.pipeline.strategy",
     "phalanx.strategies.single",
     "phalanx.framework.fabric.fabric",
     "phalanx.framework.launch.script_launcher",
+    "phalanx.framework.checkpoint.inspect_manifest",
+    "phalanx.framework.memory.alternatives",
+    "phalanx.framework.trainer.assembly",
+    "phalanx.framework.trainer.auto_strategy",
+    "phalanx.framework.trainer.rehearsed_plan",
     "phalanx.framework.trainer.trainer",
+    "phalanx.framework.watchdog.in_process_watchdog",
     "phalanx.framework.launch.fork_server",
 )
+# What a library imports when it is first used. DeepSpeed's first engine imports torch's compiler, which takes 2 s.
+_LATER = {
+    "deepspeed": (
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.ops.op_builder.all_ops",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "torch.utils.cpp_extension",
+    ),
+    "transformers": (
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.bert.modeling_bert",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama",
+    ),
+}
 
 
 class Request(NamedTuple):
@@ -229,6 +256,8 @@ def _import(library: str) -> None:
             with quiet_import():
                 importlib.import_module(library)
         importlib.import_module(library)
+        for name in _LATER.get(library, ()):
+            importlib.import_module(name)
 
 
 def _watch(request: Request, status: int, descriptors: list[int]) -> NoReturn:

@@ -17,7 +17,7 @@ from phalanx import Callback, Fabric, TrainModule
 from phalanx.callbacks import EMAWeightAveraging
 from phalanx.strategies import FSDPStrategy
 
-STEPS, BATCH, EXPERTS = 6, 16, 6
+STEPS, BATCH, EXPERTS = 3, 16, 6
 
 
 class Shapes(Callback):

@@ -76,7 +76,7 @@ def trained(
 
 @pytest.mark.parametrize(("ranks", "arguments"), [(2, {}), (4, {}), (4, {"replicas": 2})])
 def test_losses_and_weights_equal_plain_torch(ranks: int, arguments: dict[str, Any]) -> None:
-    steps = 8 if ranks == 2 else 4
+    steps = 3
     strategy = FSDPStrategy(tensor_parallel=2, gather_weights="all", **arguments)
     results = run_on_ranks(ranks, trained, strategy, ranks, steps)
     losses, expected = by_hand([2], 0.1, steps)
@@ -89,9 +89,9 @@ def test_losses_and_weights_equal_plain_torch(ranks: int, arguments: dict[str, A
 
 @pytest.mark.parametrize(("ranks", "parallel"), [(2, {"tp": 2}), (4, {"tp": 2, "dp_replicate": -1})])
 def test_replicas_of_split_layers_train_as_plain_torch(ranks: int, parallel: dict[str, int]) -> None:
-    results = run_on_ranks(ranks, trained, "ddp", ranks, 4, parallel)
-    losses, expected = by_hand([2], 0.1, 4)
-    torch.testing.assert_close(per_update([each[0] for each in results], [2], 4), losses, rtol=1e-5, atol=0)
+    results = run_on_ranks(ranks, trained, "ddp", ranks, 3, parallel)
+    losses, expected = by_hand([2], 0.1, 3)
+    torch.testing.assert_close(per_update([each[0] for each in results], [2], 3), losses, rtol=1e-5, atol=0)
     for rank, (_, own, odd, data) in enumerate(results):
         assert not odd
         assert data == (rank // 2, ranks // 2)

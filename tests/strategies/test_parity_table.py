@@ -34,7 +34,7 @@ def test_accumulation_and_clipping_together(strategy: str) -> None:
 # One of each way of keeping weights beside their copies in bf16; the others differ in where state lies.
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
 def test_bf16(strategy: str) -> None:
-    assert deviation(Cell(strategy, "bf16-mixed", "4", clips=False, steps=STEPS)) <= PRECISIONS["bf16-mixed"]
+    assert deviation(Cell(strategy, "bf16-mixed", SCHEDULE, clips=True, steps=5)) <= PRECISIONS["bf16-mixed"]
 
 
 # ---- Hugging Face's worked example: means over tokens, uneven micro-batches ------------------------

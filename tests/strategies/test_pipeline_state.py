@@ -13,12 +13,13 @@ from ranks import run_on_ranks
 from torch import nn
 
 import phalanx
-from phalanx.callbacks import ModelCheckpoint
+from phalanx import Trainer
+from phalanx.callbacks import LambdaCallback, ModelCheckpoint
 from phalanx.strategies import PipelineStrategy
 
-STEPS, HALF, WINDOW = 8, 4, 4
-LAYOUTS: dict[str, tuple[int, int]] = {"": (2, 1), "pp=2,dp_shard=2": (4, 2), "pp=2,tp=2": (4, 1)}
-"""For each mesh of a pipeline, the number of ranks, and of those that read different data."""
+STEPS, HALF, WINDOW = 4, 2, 2
+# By mesh of a pipeline.
+RANKS = {"": 2, "pp=2,dp_shard=2": 4, "pp=2,tp=2": 4}
 
 
 class Dropping(LanguageModel):
@@ -31,11 +32,15 @@ class Dropping(LanguageModel):
 
 
 def fitted(
-    strategy: Any, parallel: str, ranks: int, shards: int, steps: int, folder: str, start: str | None, rate: float
-) -> Any:
-    """Train up to a step, save there, and return the losses of each step and the weights that this rank holds."""
+    strategy: Any, parallel: str, ranks: int, steps: int, save: int, path: str, start: str | None, rate: float
+) -> tuple[list[float], dict[str, Any]]:
+    """Train up to a step and save after ``save``; return this rank's losses of each step, and the weights it holds."""
+
+    def saving(trainer: Trainer, *_: Any) -> None:
+        if save and trainer.global_step == save and not Path(path).exists():
+            trainer.save_checkpoint(path)
+
     module = Dropping(rate)
-    name = strategy if isinstance(strategy, str) else strategy.name
     trainer = silent_trainer(
         devices=ranks,
         strategy=strategy,
@@ -43,47 +48,43 @@ def fitted(
         max_steps=steps,
         accumulate_grad_batches=WINDOW,
         gradient_clip_val=0.5,
-        enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(f"{folder}/{name}-{steps}", every_n_train_steps=steps, save_top_k=-1)],
-        default_root_dir=folder,
+        callbacks=[LambdaCallback(on_train_batch_end=saving)],
     )
+    shards = trainer.fabric.resources.data_size
     trainer.fit(module, token_loader(STEPS * 8, batch_size=8 // WINDOW // shards), ckpt_path=start)
     losses = torch.tensor(module.losses).view(-1, WINDOW).mean(1) if module.losses else torch.zeros(0)
-    weights = {name: each.detach() for name, each in module.named_parameters() if not each.is_meta}
-    (saved,) = Path(f"{folder}/{name}-{steps}").glob("*.ckpt")
-    return losses.tolist(), weights, str(saved)
+    return losses.tolist(), {name: each.detach() for name, each in module.named_parameters() if not each.is_meta}
 
 
 def run(
-    name: str, steps: int, folder: Path, start: str | None = None, rate: float = 0.0
-) -> tuple[list[float], Any, str]:
+    name: str, steps: int, save: int, path: Path, start: Path | None = None, rate: float = 0.0
+) -> tuple[list[float], Any]:
     name, _, parallel = name.partition(" ")
-    ranks, shards = LAYOUTS[parallel] if name.startswith("pipeline") else (1, 1) if name == "single" else (2, 2)
+    ranks = RANKS[parallel] if name.startswith("pipeline") else 1 if name == "single" else 2
     strategy = PipelineStrategy(name.partition(":")[2] or "1f1b") if name.startswith("pipeline") else name
-    results = run_on_ranks(ranks, fitted, strategy, parallel, ranks, shards, steps, str(folder), start, rate)
+    given = (steps, save, str(path), str(start) if start else None, rate)
+    results = run_on_ranks(ranks, fitted, strategy, parallel, ranks, *given)
     losses = [result[0] for result in results if result[0]]
-    return torch.tensor(losses).mean(0).tolist(), results[0][1], results[0][2]
+    return torch.tensor(losses).mean(0).tolist(), results[0][1]
 
 
 @pytest.mark.parametrize(
-    "name", ["pipeline", "pipeline:zero-bubble-v", "pipeline pp=2,dp_shard=2", "pipeline:zero-bubble pp=2,tp=2"]
+    "name", ["pipeline:zero-bubble-v", "pipeline pp=2,dp_shard=2", "pipeline:zero-bubble pp=2,tp=2"]
 )
 def test_a_resumed_pipeline_continues_bit_by_bit(name: str, tmp_path: Path) -> None:
-    losses, weights, _ = run(name, STEPS, tmp_path / "whole", rate=0.3)
-    first, _, saved = run(name, HALF, tmp_path / "half", rate=0.3)
-    second, resumed, _ = run(name, STEPS, tmp_path / "half", saved, rate=0.3)
-    assert first + second == losses
+    losses, weights = run(name, STEPS, HALF, tmp_path / "half", rate=0.3)
+    second, resumed = run(name, STEPS, 0, tmp_path / "none", tmp_path / "half", rate=0.3)
+    assert second == losses[HALF:]
     assert weights.keys() == resumed.keys()
     assert all(torch.equal(weights[key], resumed[key]) for key in weights)
 
 
-@pytest.mark.parametrize("other", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("other", ["single", "ddp"])
 def test_checkpoints_move_to_other_strategies_and_back(other: str, tmp_path: Path) -> None:
-    expected, _, _ = run("single", STEPS, tmp_path / "whole")
+    expected, _ = run("single", STEPS, 0, tmp_path / "none")
     for first, second in (("pipeline", other), (other, "pipeline")):
-        folder = tmp_path / first
-        before, _, saved = run(first, HALF, folder)
-        after, _, _ = run(second, STEPS, folder, saved)
+        before, _ = run(first, HALF, HALF, tmp_path / first)
+        after, _ = run(second, STEPS, 0, tmp_path / "none", tmp_path / first)
         assert before + after == pytest.approx(expected, rel=1e-5)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from parity_table import STRATEGIES
-from resume_matrix import LAYOUTS, SAVED, STEPS, TOLERANCE, Layout, deviation, outcomes, resumed, row_of
+from resume_matrix import LAYOUTS, SAVED, TOLERANCE, WINDOW, Layout, deviation, outcomes, resumed, row_of
 
 # Each link of a chain resumes from what the one before saved.
 CHAINS = {
@@ -47,9 +47,9 @@ def test_along_a_chain(chain: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_on_the_same_layout_it_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
-    (layout,) = layouts(name)
-    row = row_of(layout, tmp_path)
+    (layout,), steps = layouts(name), SAVED + 2
+    row = row_of(layout, tmp_path, steps)
     assert row.deviation <= TOLERANCE
-    assert len(row.rest()[0].losses) == 2 * (STEPS - SAVED)
-    for found, wanted in zip(resumed(layout, tmp_path, row), row.rest(), strict=True):
+    assert len(row.rest()[0].losses) == WINDOW * (steps - SAVED)
+    for found, wanted in zip(resumed(layout, tmp_path, row, steps), row.rest(), strict=True):
         assert found.equals(wanted)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from phalanx import Split
 from phalanx.framework.core.errors import ConfigurationError
 
-SAVED, END = 4, 9
+SAVED, END = 3, 6
 MUON = [("single", 1), ("ddp", 2), ("fsdp", 2), ("fsdp+tp", 2), ("fsdp+tp", 4), ("hsdp", 4), ("fsdp-offload", 2)]
 
 
@@ -31,7 +31,8 @@ def test_muon_beside_adamw_equals_plain_torch(strategy: str, ranks: int, tmp_pat
     check(mean_losses(run_on_ranks(ranks, trained, strategy, ranks, str(tmp_path))), by_hand())
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "zero3"])
+# test_a_checkpoint_resumes_exactly_and_under_other_strategies trains under fsdp and zero2.
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_optimizers_that_update_each_element_equal_plain_torch(strategy: str, tmp_path: Path) -> None:
     found = run_on_ranks(2, trained, strategy, 2, str(tmp_path), "adamw", timeout=120.0)
     check(mean_losses(found), by_hand("adamw"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx import Fabric
 from phalanx.strategies import PipelineStrategy
 
-STEPS, ROWS, CLIP = 6, 8, 0.5
+STEPS, ROWS, CLIP = 3, 8, 0.5
 SCHEDULES = [("gpipe", 4), ("1f1b", 5), ("interleaved-1f1b", 4), ("zero-bubble", 4), ("zero-bubble-v", 5)]
 
 
@@ -112,7 +112,8 @@ def test_one_loop_trains_as_one_process_under_every_strategy(
     check(strategy, ranks, parallel, shards, window, is_weighted=True)
 
 
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize(("schedule", "blocks"), SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "blocks", "window"), [*((*each, 4) for each in SCHEDULES), ("1f1b", 5, 1), ("zero-bubble-v", 5, 1)]
+)
 def test_each_schedule_trains_as_one_process(schedule: str, blocks: int, window: int) -> None:
     check(schedule, 2, "pp=2", 1, window, is_weighted=False, blocks=blocks)

@@ -14,7 +14,7 @@ from ranks import run_on_ranks
 import phalanx
 from phalanx import Callback
 
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 4, 2
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 2, "zero1": 2, "zero2": 2, "zero3": 2}
 
 
