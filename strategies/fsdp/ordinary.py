@@ -119,28 +119,7 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         if is_split and (name in _NUMBERS or any(not isinstance(each, DTensor) for each in given)):
             args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (tuple(args), kwargs))
             return func(*args, **kwargs)
-    if Ordinary._split and name.startswith("_foreach_"):
-        return _for_each_mesh(func, args, kwargs)
     return _of_torch(func, args, kwargs)
-
-
-def _for_each_mesh(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of lists of tensors for those of each mesh apart, as torch computes on one at a time."""
-    count = len(args[0])
-    meshes: dict[Any, list[int]] = {}
-    for index, each in enumerate(args[0]):
-        meshes.setdefault(getattr(each, "device_mesh", None), []).append(index)
-    if len(meshes) < 2:
-        return _of_torch(func, args, kwargs)
-    results: list[Any] = [None] * count
-    for places in meshes.values():
-        given = [
-            [each[index] for index in places] if isinstance(each, (list, tuple)) and len(each) == count else each
-            for each in args
-        ]
-        for index, result in zip(places, _of_torch(func, given, kwargs) or (), strict=False):
-            results[index] = result
-    return None if any(each is None for each in results) else results
 
 
 def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], first: Any) -> Any:
@@ -180,21 +159,24 @@ def _of_torch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Run an operation on lists of tensors. Of lists with tensors on several meshes, or sharded and other ones, each
-    place by itself, as torch takes one kind alone."""
-    targets, *others = args
-    kinds = {_mesh(each) for each in _tensors(args) if isinstance(each, DTensor) or each.ndim}
-    if len(kinds) <= 1:
-        result = _of_torch(func, args, kwargs)
-    else:
-        result = []
-        for place, target in enumerate(targets):
-            at = [[_as_kind(target, each[place])] if isinstance(each, (list, tuple)) else each for each in others]
-            result += _of_torch(func, ([target], *(_as_kind(target, each) for each in at)), kwargs) or ()
+    """Run an operation on lists of tensors, for those of each mesh apart, as torch computes on one at a time."""
+    targets = args[0]
+    places: dict[Any, list[int]] = {}
+    for place, target in enumerate(targets):
+        places.setdefault(_mesh(target), []).append(place)
+    results: dict[int, Any] = {}
+    for chosen in places.values():
+        given = [
+            [_as_kind(targets[place], each[place]) for place in chosen]
+            if isinstance(each, (list, tuple))
+            else _as_kind(targets[chosen[0]], each)
+            for each in args
+        ]
+        results |= zip(chosen, _of_torch(func, given, kwargs) or (), strict=False)
     if name.endswith("_"):
         for gather_again in {each.gather_again for each in targets if hasattr(each, "gather_again")}:
             gather_again()
-    return result or None
+    return [results[place] for place in range(len(targets))] if results else None
 
 
 def _mesh(value: Any) -> DeviceMesh | None:
