@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ...framework.core.torch_versions import fsdp_groups
 from .boxes import local_of
 from .ordinary import check_shape
 
+_DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
 _PACKAGE = __name__.partition(".strategies.")[0]
 # Those that mean the gradient of the gathered parameter itself, which FSDP has not reduced.
@@ -48,8 +49,7 @@ class _Gathered(nn.Parameter):
     def data(self) -> Tensor:
         """Return the values, which the caller may change."""
         self.note_use()
-        own: Any = Tensor.data
-        value: Tensor = own.__get__(self)
+        value: Tensor = _DATA.__get__(self)
         return value
 
     @data.setter
@@ -111,11 +111,11 @@ class _Group:
         self._uses_data = False
         if notes_data:
             for record in records:
-                each: Any = record._unsharded_param
-                if type(each) is nn.Parameter:
+                if type(each := record._unsharded_param) is nn.Parameter:
                     # No ordinary way: torch has made the parameter, and modules hold it.
                     each.__class__ = _Gathered
-                    each.note_use, each.shards = self._note_use, partial(getattr, record, "sharded_param")
+                    gathered = cast(_Gathered, each)
+                    gathered.note_use, gathered.shards = self._note_use, partial(getattr, record, "sharded_param")
         group._to_sharded = partial(self._free, group._to_sharded)
 
         def gather_again() -> None:
@@ -169,9 +169,9 @@ def _take_other_memory(record: Any) -> None:
     new = torch.UntypedStorage(old.size(), device=old.device)
     for each in (*record.all_gather_outputs, *record._unsharded_inner_tensors, local_of(record._unsharded_param)):
         if each.untyped_storage().data_ptr() == old.data_ptr():
-            # The backward pass, which needs the parameter, gathers it again.
-            with torch.autograd._unsafe_preserve_version_counter(each):
-                each.set_(new, each.storage_offset(), each.size(), each.stride())
+            # The backward pass, which needs the parameter, gathers it again: it must not count as changed.
+            value = torch.empty(0, dtype=each.dtype, device=each.device)
+            _DATA.__set__(each, value.set_(new, each.storage_offset(), each.size(), each.stride()))
 
 
 @torch.no_grad()
