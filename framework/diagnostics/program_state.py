@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 _OWN = __name__.partition(".framework.")[0]
 _OF_MODULE = frozenset(vars(nn.Module()))
+ENGINE_ATTRIBUTES: set[str] = set()
+"""Names of attributes in which engines count on the modules that they train; strategies add those of theirs."""
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _DICTS = (dict, defaultdict, OrderedDict, Counter)
 _LISTS = (list, deque)
@@ -257,7 +259,8 @@ def _visit(path: Path, value: Any, taken: Taken, seen: set[int]) -> None:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    found = {name: value for name, value in vars(module).items() if name not in _OF_MODULE}
+    others = _OF_MODULE | ENGINE_ATTRIBUTES
+    found = {name: value for name, value in vars(module).items() if name not in others}
     found.update(module._buffers)
     return found
 

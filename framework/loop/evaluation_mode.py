@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -44,13 +44,14 @@ def in_evaluation_mode(run: Run, prefix: str, inference_mode: bool) -> Generator
     supported = not run.traits.forward_has_collectives and not run.precision.replaces_layers
     inference = inference_mode and supported
     context = torch.inference_mode() if inference else torch.no_grad()
+    ordinary = [each for each in run.module.parameters() if not each.is_inference()] if inference else []
     run.set_evaluating(True)
     try:
         with context:
             yield
     finally:
         if inference:
-            _to_training(run.module)
+            _to_training(ordinary, run.module)
         run.set_evaluating(False)
         own_train = run.module_hook(f"on_{prefix}_model_train")
         for hook in own_train:
@@ -60,12 +61,12 @@ def in_evaluation_mode(run: Run, prefix: str, inference_mode: bool) -> Generator
                 part.training = mode
 
 
-def _to_training(module: nn.Module) -> None:
-    """Make parameters and buffers that were set in inference mode ordinary ones, which training can use."""
+def _to_training(parameters: Sequence[nn.Parameter], module: nn.Module) -> None:
+    """Make ordinary tensors, which training can use, of data of parameters and buffers set in inference mode."""
+    for parameter in parameters:
+        if parameter.is_inference():
+            parameter.data = parameter.detach().clone()
     for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None and parameter.is_inference():
-                parameter.data = parameter.detach().clone()
         for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_inference():
+            if buffer is not None and buffer.is_inference() and not buffer.is_meta:
                 part._buffers[name] = buffer.clone()
