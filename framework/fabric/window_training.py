@@ -245,7 +245,7 @@ class WindowTraining:
             passes.begin()
             if batches:
                 passes.run(Window(window.steps, batches, lambda number: step(fresh(batches[number])), finish))
-                losses, _ = passes.share(losses)
+                losses = passes.share(losses)
             strategy.reduce_gradients(parameters)
         return losses
 

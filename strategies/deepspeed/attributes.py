@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...framework.diagnostics.program_state import ENGINE_ATTRIBUTES
-
 
 class OriginalAttributes:
     """Dtypes and ``requires_grad`` of a module's parameters before set-up, and the removal of what DeepSpeed adds."""
@@ -43,7 +41,6 @@ _ON_MODULES = {
     "ds_inflight_param_registry", "ds_id", "ds_recompute_parameters", "ds_grads_remaining", "ds_model_granularity",
     "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "_ds_child_entered", "__deepcopy__",
 }  # fmt: skip
-ENGINE_ATTRIBUTES.update(_ON_MODULES)
 _PREFIXES = ("ds_", "_ds_", "_hp_", "_z3_")
 _ON_PARAMETERS = {
     "load_hp_checkpoint_state", "param_idx_in_group", "_dp_group", "grad_accum", "get_full_hp_grad",

@@ -49,19 +49,14 @@ class Ordinary:
     Args:
         meshes: those of its parameters.
         world: the ranks.
-        split: the ranks that split layers. Code of the user's in a step meets weights and activations that are divided
-            over these alone.
     """
 
     _worlds: ClassVar[dict[DeviceMesh, World]] = {}
-    _split: ClassVar[set[DeviceMesh]] = set()
     _number = 0
     _torch_own: Any = vars(DTensor)["__torch_function__"]
 
-    def __init__(self, meshes: set[DeviceMesh], world: World, split: DeviceMesh | None = None) -> None:
+    def __init__(self, meshes: set[DeviceMesh], world: World) -> None:
         Ordinary._number += 1
-        if split is not None:
-            Ordinary._split.add(split)
         Ordinary._worlds.update(dict.fromkeys(meshes, world))
         Ordinary.resume()
         self.release: Callable[[], Any] = finalize(self, _leave)
@@ -98,7 +93,6 @@ def _leave() -> None:
     Ordinary._number -= 1
     if not Ordinary._number:
         Ordinary._worlds.clear()
-        Ordinary._split.clear()
         Ordinary.pause()
 
 
@@ -114,11 +108,6 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         first = next((each for each in given if is_sharded(each)), None)
         if first is not None:
             return _computed(func, name, args, kwargs, given, first)
-        is_split = any(isinstance(each, DTensor) and each._spec.mesh in Ordinary._split for each in given)
-        # Other operations are those of layers, which torch computes on parts.
-        if is_split and (name in _NUMBERS or any(not isinstance(each, DTensor) for each in given)):
-            args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (tuple(args), kwargs))
-            return func(*args, **kwargs)
     return _of_torch(func, args, kwargs)
 
 
