@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,19 @@ class OfOtherStage(Elsewhere, nn.Parameter):
         "and ranks have no others than those of their own stage: use strategy='fsdp' or 'ddp', or leave out "
         "parameters with is_meta and expect results for the stage of each rank."
     )
+
+
+class StateOfStages(defaultdict[Any, Any]):
+    """The state of an optimizer for the parameters of this rank; that of another stage is refused, rather than empty."""
+
+    def __missing__(self, parameter: Any) -> Any:
+        """Return an empty state for a parameter of this rank."""
+        if isinstance(parameter, OfOtherStage) and is_called_by_user():
+            raise ConfigurationError(
+                "optimizer.state of a parameter that another stage of the pipeline holds was read: use "
+                "strategy='fsdp' or 'ddp', or loop over optimizer.state, which has the parameters of the rank's stages."
+            )
+        return super().__missing__(parameter)
 
 
 def _refuse_loading(*_: Any) -> None:

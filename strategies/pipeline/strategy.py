@@ -45,7 +45,7 @@ from ..fsdp.tensor import check_plan
 from ..limits import check_independent
 from .blocks import Stages, divide
 from .calls import BlockCalls
-from .elsewhere import OfOtherStage, check_hooks, mark_elsewhere
+from .elsewhere import OfOtherStage, StateOfStages, check_hooks, mark_elsewhere
 from .evaluation import Evaluation
 from .gradients import StagedGradients
 from .initial import fill_stages
@@ -221,6 +221,8 @@ class PipelineStrategy(Strategy):
             self._shards = shards = fill_stages(module, optimizers, stages, place, mesh, origins)
         owners = stages.owners(module, place)
         self._guards = mark_elsewhere(module, owners, place.rank)
+        for each in optimizers:
+            each.state = StateOfStages(dict, each.state)
         self._calls = calls = BlockCalls(stages, held)
         hidden = HiddenStates(module, calls, min(held))
         self.gradients = StagedGradients(self.world, mesh, owners, shards)
