@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,15 +50,29 @@ def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigurationError: the module returned something other than a plan.
     """
+    before = {number for table in _hooks(module) for number in table[1]}
     plan: Any = getattr(module, _HOOK)(mesh) if _has_hook(module) else own_plan(module)
-    if plan is None:
-        return
-    if not isinstance(plan, dict):
+    if plan is not None and not isinstance(plan, dict):
         raise ConfigurationError(
             f"{type(module).__name__}.{_HOOK} returned {a_type(plan)}: return a dict of names of submodules "
             "and their ParallelStyle, or None after calling parallelize_module yourself."
         )
-    parallelize_module(module, mesh, plan)
+    if plan is not None:
+        parallelize_module(module, mesh, plan)
+    for part, table in _hooks(module):
+        table.update({number: _only_of(part, hook) for number, hook in table.items() if number not in before})
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[nn.Module, dict[int, Callable[..., Any]]]]:
+    for part in module.modules():
+        yield part, part._forward_pre_hooks
+        yield part, part._forward_hooks
+
+
+def _only_of(part: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does nothing for copies of a layer, which compute with full weights."""
+    own = ref(part)
+    return lambda called, *args: hook(called, *args) if called is own() else None
 
 
 def tie_again(name: str, owners: Iterable[Owner]) -> nn.Parameter:

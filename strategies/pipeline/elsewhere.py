@@ -24,7 +24,7 @@ class OfOtherStage(Elsewhere, nn.Parameter):
 
 
 class StateOfStages(defaultdict[Any, Any]):
-    """The state of an optimizer for the parameters of this rank; that of another stage is refused, rather than empty."""
+    """The state of an optimizer for the parameters of this rank; that of another stage is refused, not empty."""
 
     def __missing__(self, parameter: Any) -> Any:
         """Return an empty state for a parameter of this rank."""
