@@ -41,6 +41,8 @@ SOURCES = (
 ACTIONS: dict[str, Action] = {action.name: action for source in SOURCES for action in source.ACTIONS}
 SECONDS = 8.0
 """How long a cell may take; one takes less than a second."""
+# A launcher waits a minute longer for ranks that wait for one another.
+_LAUNCHED_SECONDS = 120.0
 # How long a rank waits for the others to end after it has failed.
 _OTHERS_SECONDS = 3.0
 _TOLERANCE_OF_VALUES = 1e-4
@@ -208,7 +210,8 @@ def launched(cell: Cell, what: str) -> Verdict:
         return Verdict(WRONG, what)
     script = Path(__file__).with_name("semantic_launched.py")
     try:
-        done = run_script(script, cell.layout.strategy, str(cell.layout.ranks), cell.action, cell.moment)
+        arguments = cell.layout.strategy, str(cell.layout.ranks), cell.action, cell.moment
+        done = run_script(script, *arguments, timeout=_LAUNCHED_SECONDS)
     except AssertionError as error:
         return Verdict(WRONG, f"{what}; {error}")
     last = done.stdout.rstrip().rpartition("\n")[2]

@@ -27,6 +27,11 @@ from .stack_dump import Stacks, process_state, read_stacks, work_seconds
 _STACKS_FROM, _VERDICT_FROM = 0.5, 0.9
 # Seconds between two requests of the same stacks.
 _REQUEST_INTERVAL_SECONDS = 0.15
+SAME_CALLS = (
+    "Every rank must make the same calls: look for a condition on the rank around a layer of the model, a fit, a "
+    "validate, a test or a predict, or around a forward pass or another collective in a hook."
+)
+"""The advice on ranks that wait for one another."""
 # Seconds of extension for a rank that waits for one that is not late yet, or for one further behind on another machine.
 _SHORT_EXTENSION_SECONDS = 1.6
 # The part of a core that an idle rank may use: threads of libraries wake up now and then.
@@ -258,10 +263,11 @@ def _sentence(
     silence = behind.get(stalled[0]) or max(behind.values(), key=lambda silence: silence.seconds)
     state = " (stopped by a signal)" if stacks.is_stopped else " (waiting for another rank)" if stacks.waits else ""
     learned = ", learned from this run" if silence.learned else ""
+    advice = f"{SAME_CALLS} " if stacks.waits and len(stalled) > 1 else ""
     return (
         f"{named(stalled, pids)} stalled{state}: no heartbeat for {silence.seconds:.1f} s "
-        f"{record or 'before fit'}; the limit is {silence.limit:.4g} s{learned}. If it only needs longer there, give "
-        "Trainer(stall_timeout=...) more seconds."
+        f"{record or 'before fit'}; the limit is {silence.limit:.4g} s{learned}. {advice}If it only needs longer there, "
+        "give Trainer(stall_timeout=...) more seconds."
     )
 
 

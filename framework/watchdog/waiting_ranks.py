@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from .heartbeat import OUTSIDE, HeartbeatRecord
 from .stack_dump import work_seconds
-from .stall_detector import RankSource, Stall, named, show_stacks
+from .stall_detector import SAME_CALLS, RankSource, Stall, named, show_stacks
 
 # Seconds without any heartbeat: after a rank has ended, when the others may still be on their way to their own end, and
 # after a signal, when they may be in a long collective.
@@ -21,10 +21,6 @@ ENDED_SECONDS = 5.0
 SIGNAL_SECONDS = 30.0
 # The part of a core that a waiting rank may use: it may poll. A rank in a long backward pass uses more.
 _POLLING_CPU_FRACTION = 0.2
-_ADVICE = (
-    "Every rank must make the same calls: look for a condition on the rank around a fit, a validate, a test or a "
-    "predict, or around a forward pass or another collective in a hook."
-)
 
 
 class WaitingRanks:
@@ -82,7 +78,7 @@ def _sentence(
 ) -> str:
     ranks = sorted(running)
     where = f"{named(ranks, running)} {'waits' if len(ranks) == 1 else 'wait'} for"
-    position = f"{records[ranks[0]]}, without a heartbeat for {seconds:.0f} s. {_ADVICE}"
+    position = f"{records[ranks[0]]}, without a heartbeat for {seconds:.0f} s. {SAME_CALLS}"
     if not ended:
         return f"ended by a signal: {where} another rank {position}"
     have = "has" if len(ended) == 1 else "have"
