@@ -266,8 +266,8 @@ def _sentence(
     advice = f"{SAME_CALLS} " if stacks.waits and len(stalled) > 1 else ""
     return (
         f"{named(stalled, pids)} stalled{state}: no heartbeat for {silence.seconds:.1f} s "
-        f"{record or 'before fit'}; the limit is {silence.limit:.4g} s{learned}. {advice}If it only needs longer there, "
-        "give Trainer(stall_timeout=...) more seconds."
+        f"{record or 'before fit'}; the limit is {silence.limit:.4g} s{learned}. "
+        f"{advice}If it only needs longer there, give Trainer(stall_timeout=...) more seconds."
     )
 
 
