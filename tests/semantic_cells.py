@@ -192,12 +192,10 @@ def of_failures(failures: Sequence[Failed]) -> Verdict:
 def stopped(cell: Cell, ended: Sequence[Outcome | Failed], message: str) -> Verdict:
     """Judge ranks of which some did not end, or left something behind."""
     failures = [each for each in ended if isinstance(each, Failed)]
-    if any(each.is_refusal for each in failures):
-        # A launcher stops the other ranks.
-        return of_failures(failures)
-    if "died: " in message:
+    if "died: " in message and not any(each.is_refusal for each in failures):
         return launched(cell, f"crash: {message.partition('died: ')[2].splitlines()[0]}")
     if failures:
+        # A launcher stops the other ranks.
         return of_failures(failures)
     if len(ended) == cell.layout.ranks:
         return Verdict(WRONG, " ".join(message.split())[-300:])

@@ -91,22 +91,25 @@ def _crash(attempt: Attempt, crashed: list[RankProcess]) -> Verdict:
         text = f"{rank} was ended by {_signal_name(signum)} as it started; run the same command again"
         return Verdict(Preempted.exit_code, text, failed=True)
     text = f"{rank} was killed by {_signal_name(signum)}"
-    if signum != signal.SIGABRT:
-        return _blame(attempt, rank, 128 + signum, text)
-    # gloo aborts a rank whose collective is another one than that of its peers.
-    others = attempt.failures()
-    alone = next((one for one in others if one.rank != rank.rank and ", in save_checkpoint\n" in one.traceback), None)
-    if alone is None:
-        cause = (
-            "; if the output above names gloo, the ranks were in different collectives: run the same layers, and make "
-            "the same collective calls, on all of them"
+    failure, cause = _cause_of_abort(attempt, rank) if signum == signal.SIGABRT else (None, "")
+    return _blame(attempt, rank, 128 + signum, text, failure, cause)
+
+
+def _cause_of_abort(attempt: Attempt, rank: RankProcess) -> tuple[Failure | None, str]:
+    """Return what is known of an abort: gloo aborts a rank whose collective is another one than that of its peers."""
+    others = [one for one in attempt.failures() if one.rank != rank.rank]
+    alone = next((one for one in others if ", in save_checkpoint\n" in one.traceback), None)
+    if alone is not None:
+        return alone, (
+            f"; rank {alone.rank} was in save_checkpoint, which every rank must call: leave out conditions such as "
+            "is_global_zero, rank 0 alone writes what all ranks hold"
         )
-        return _blame(attempt, rank, 128 + signum, text, cause=cause if len(attempt.ranks) > 1 else "")
-    cause = (
-        f"; rank {alone.rank} was in save_checkpoint, which every rank must call: leave out conditions such as "
-        "is_global_zero, rank 0 alone writes what all ranks hold"
+    if len(attempt.ranks) == 1:
+        return None, ""
+    return None, (
+        "; if the output above names gloo, the ranks were in different collectives: run the same layers, and make "
+        "the same collective calls, on all of them"
     )
-    return _blame(attempt, rank, 128 + signum, text, alone, cause)
 
 
 def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:

@@ -35,6 +35,7 @@ from .setup import (
     Origins,
     allow_exact_statistics,
     broadcast_module,
+    check_elements,
     check_memory,
     full_precision_weights,
     gather_weights,
@@ -101,10 +102,11 @@ class EngineSession:
             ConfigurationError: the engine does not support the optimizer, or rank 0 has no data for a parameter.
         """
         compute_dtype = self._compute_dtype if optimizers else None
-        check_memory(module, self._options.stage)
+        check_memory(module, f"zero{self._options.stage}")
         for optimizer in optimizers:
             check_one_dtype(module, optimizer, compute_dtype, f"zero{self._options.stage}")
         if self._options.stage == 3:
+            check_elements(module)
             origins = Origins(module, optimizers, self._world, deferred, supplied_names(module, supplied))
         self._record_and_freeze(module, optimizers)
         if self._options.stage == 3:

@@ -39,20 +39,26 @@ def rebind(module: nn.Module, optimizers: Sequence[Optimizer], new: Mapping[int,
             group["params"] = [after.get(id(one), one) for one in group["params"]]
 
 
-def check_memory(module: nn.Module, stage: int) -> None:
-    """Refuse parameters that share memory with other tensors: the engine gives each memory of its own. Stage 3 takes
-    none without elements, which it would take for one that it has not gathered.
+def check_elements(module: nn.Module) -> None:
+    """Refuse parameters without elements: stage 3 would take one for a parameter that it has not gathered.
 
     Raises:
-        ConfigurationError: naming a parameter, or two that share memory.
+        ConfigurationError: naming one of them.
     """
-    shapes = {name: full_shape(each) for name, each in module.named_parameters() if not nn.parameter.is_lazy(each)}
-    empty = next((name for name, shape in shapes.items() if stage == 3 and 0 in shape), None)
-    if empty is not None:
-        raise ConfigurationError(
-            f"'{empty}' has no elements, and ZeRO stage 3 cannot gather such a parameter: make it a buffer, or use "
-            "strategy='zero2'."
-        )
+    for name, parameter in module.named_parameters():
+        if not nn.parameter.is_lazy(parameter) and 0 in full_shape(parameter):
+            raise ConfigurationError(
+                f"'{name}' has no elements, and ZeRO stage 3 cannot gather such a parameter: make it a buffer, or use "
+                "strategy='zero2'."
+            )
+
+
+def check_memory(module: nn.Module, strategy: str) -> None:
+    """Refuse parameters that share memory with other tensors: the engine gives each memory of its own.
+
+    Raises:
+        ConfigurationError: naming two of them.
+    """
     places: dict[int, tuple[int, int, str]] = {}
     for name, tensor in (*module.named_buffers(), *module.named_parameters()):
         if not (tensor.is_meta or is_split(tensor) or nn.parameter.is_lazy(tensor)):
@@ -64,7 +70,7 @@ def check_memory(module: nn.Module, stage: int) -> None:
     for start, end, name in sorted(places.values()):
         if start < reached and start < end and {name, last} & parameters:
             raise ConfigurationError(
-                f"'{last}' and '{name}' share memory, and strategy='zero{stage}' moves each parameter to memory of its "
+                f"'{last}' and '{name}' share memory, and strategy={strategy!r} moves each parameter to memory of its "
                 "own, so that a change of one would not be one of the other: use one nn.Parameter at both places, or "
                 "copy its values."
             )
