@@ -38,6 +38,8 @@ from .verdict import Verdict
 JOIN_SECONDS = 900.0
 _TRY_SECONDS = 5.0
 _BYE_SECONDS = 10.0
+# A call over a connection that is cut does not return.
+_END_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 # Each launcher reads the records of all nodes from one store: with 100 nodes, once a second.
 _LONGEST_POLL_SECONDS = 3.0
@@ -72,6 +74,7 @@ class SeveralNodes(Nodes):
         self._orders: dict[int, int] = {}
         self._answered = math.inf
         self._is_cut = False
+        self._is_over = threading.Event()
         self._store: Any = None
         self._thread = threading.Thread(target=self._run, name="phalanx-nodes", daemon=True)
 
@@ -134,8 +137,12 @@ class SeveralNodes(Nodes):
         until = time.monotonic() + _BYE_SECONDS
         while self._is_connected and self._thread.is_alive() and time.monotonic() < until:
             if self._is_unreachable or self.is_lost or supervisor.has_to_leave:
-                return
+                break
             time.sleep(_POLL_SECONDS)
+        # The interpreter aborts the process if a call of the store returns while it exits.
+        self._is_over.set()
+        if self._thread.ident is not None:
+            self._thread.join(_END_SECONDS)
 
     @property
     def _seen(self) -> AttemptRecords:
@@ -187,7 +194,8 @@ class SeveralNodes(Nodes):
     def _exchange(self, store: Any) -> None:
         rank, count = self._place.rank, self._place.count
         heard: dict[int, tuple[bytes, float]] = {}
-        while True:
+        pause = min(_LONGEST_POLL_SECONDS, max(_POLL_SECONDS, count**2 / _RECORDS_PER_SECOND))
+        while not self._is_over.wait(pause):
             # In this order: the record that is read after a farewell is the last one.
             farewell, record = self._farewell, self._record
             store.add(f"alive/{rank}", 1)
@@ -206,7 +214,6 @@ class SeveralNodes(Nodes):
             self._answered = now
             if farewell is not None and (rank != 0 or counters.keys() - silent <= _values(store, "bye", count).keys()):
                 return
-            time.sleep(min(_LONGEST_POLL_SECONDS, max(_POLL_SECONDS, count**2 / _RECORDS_PER_SECOND)))
 
     def _write(self, store: Any, record: NodeRecord) -> None:
         attempt = record.attempt
