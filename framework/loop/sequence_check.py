@@ -2,8 +2,8 @@
 
 A model whose attention does not go through ``scaled_dot_product_attention``, which counts positions from 0 in every
 part, or whose targets are shifted after the cut would be trained wrongly without an error. So a few first positions of
-a batch are computed in parts and in full by ``training_step``, in evaluation mode and without gradients, and the losses
-are compared.
+a batch are computed in parts and in full by ``training_step``, in evaluation and in training mode and without
+gradients, and the losses are compared.
 """
 
 from __future__ import annotations
@@ -47,6 +47,19 @@ def check_parts(run: Run, windows: Windows, step: TrainingStep) -> None:
     if not all(run.world.all_gather_object(batch is not None)):
         return
     trial = _Trial(run, lambda: (transfer(fresh(batch)), index), step.plain())
+    if _compare(run, trial):
+        # What is computed over tokens in training alone, such as batch statistics and losses that balance experts.
+        trial.trains = True
+        _compare(run, trial)
+
+
+def _compare(run: Run, trial: _Trial) -> bool:
+    """Compare losses on as few positions as have a target; return whether all of it could be compared. Collective.
+
+    Raises:
+        ConfigurationError: on all ranks; the losses differ.
+    """
+    part = run.strategy.part
     for positions in _POSITIONS:
         with part.first(None if positions is None else positions * part.size):
             losses, weights = trial.in_parts()
@@ -54,11 +67,13 @@ def check_parts(run: Run, windows: Windows, step: TrainingStep) -> None:
             if total == 0 and positions is not None:
                 continue
             if (total != 0 and not _same(losses, full, run)) or weights != total:
-                if trial.is_random(full):
-                    run.note("training_step draws random numbers, so it was not checked on parts of sequences.")
-                    return
-                raise _difference(run, (losses, weights), (full, total))
-        return
+                if trial.changes_with_seed(full):
+                    if not trial.trains:
+                        run.note("training_step draws random numbers, so it was not checked on parts of sequences.")
+                    return False
+                raise _difference(run, (losses, weights), (full, total), trial.trains)
+        return True
+    return True
 
 
 class _Trial:
@@ -66,6 +81,8 @@ class _Trial:
 
     def __init__(self, run: Run, batch: Callable[[], tuple[Any, int]], step: StepFunction) -> None:
         self._run, self._batch, self._step = run, batch, step
+        self.trains = False
+        """Whether the module is in training mode."""
 
     def in_parts(self) -> tuple[float, float]:
         """Return the mean loss over all ranks' parts and its weight. Collective."""
@@ -78,7 +95,7 @@ class _Trial:
         with part.whole():
             return self._mean(counts)
 
-    def is_random(self, full: float) -> bool:
+    def changes_with_seed(self, full: float) -> bool:
         """Whether the loss of full sequences changes with the seed. Collective."""
         with isolated(self._run.module):
             torch.manual_seed(torch.initial_seed() + 1)
@@ -87,9 +104,10 @@ class _Trial:
     def _mean(self, counts: bool) -> tuple[float, float]:
         module = self._run.module
         training = [part for part in module.modules() if part.training]
-        module.eval()
+        if not self.trains:
+            module.eval()
         try:
-            with torch.no_grad(), isolated(module):
+            with torch.no_grad(), isolated(module, keep_attributes=True):
                 batch, index = self._batch()
                 weight = float(module.batch_weight(batch))
                 loss = loss_of(self._step(batch, index))
@@ -108,7 +126,7 @@ def _same(one: float, other: float, run: Run) -> bool:
     return abs(one - other) <= bound * max(abs(one), abs(other))
 
 
-def _difference(run: Run, parts: tuple[float, float], full: tuple[float, float]) -> ConfigurationError:
+def _difference(run: Run, parts: tuple[float, float], full: tuple[float, float], trains: bool) -> ConfigurationError:
     strategy = run.strategy
     name, size = type(run.module).__name__, strategy.part.size
     if parts[1] != full[1]:
@@ -116,9 +134,10 @@ def _difference(run: Run, parts: tuple[float, float], full: tuple[float, float])
             f"{name}.batch_weight is {full[1]:g} for full sequences and {parts[1]:g} for their {size} parts together: "
             "let it count the targets of the batch that it is given, and shift targets before cut_sequences cuts them."
         )
+    mode = " in training mode" if trains else ""
     return ConfigurationError(
-        f"the loss of {name} is {full[0]:.7g} for full sequences, and {parts[0]:.7g} for {size} parts of them under "
-        f"parallel={{'cp': {size}}}. All attention must be torch's scaled_dot_product_attention, positions must be "
-        "those of part.positions(), targets must be shifted before they are cut, and the loss must be a mean over what "
-        "batch_weight counts. See docs/parallelism.md."
+        f"the loss of {name}{mode} is {full[0]:.7g} for full sequences, and {parts[0]:.7g} for {size} parts of them "
+        f"under parallel={{'cp': {size}}}. All attention must be torch's scaled_dot_product_attention, positions must "
+        "be those of part.positions(), targets must be shifted before they are cut, and the loss must be a mean over "
+        "what batch_weight counts, without statistics over tokens. See docs/parallelism.md."
     )

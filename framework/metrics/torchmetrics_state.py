@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.errors import MetricError
 from ..core.wording import a_type
-from ..distributed.user_collectives import parts_of_ranks
+from ..distributed.user_collectives import parts_of_ranks, without_values
 from ..distributed.world import World
 
 if TYPE_CHECKING:
@@ -195,7 +195,9 @@ class _Gather:
         self._world = world
 
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        return parts_of_ranks(self._world, state)
+        # Of ranks that compute the same, such as those that split layers, one counts.
+        with nullcontext() if self._world.counts_data else without_values(self._world):
+            return parts_of_ranks(self._world, state)
 
     def __reduce__(self) -> Any:
         return type(None), ()

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.degrees import divisors, listed
-from ..core.errors import ConfigurationError
+from ..core.errors import ConfigurationError, unknown
 
 _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output", "embedding_colwise")
 _ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise")
@@ -48,6 +48,13 @@ class SummedGradients(ParallelStyle):
         return module
 
 
+class _Whole(ParallelStyle):
+    """The style of layers that stay whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
 def _summed(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     gradient = gradient.clone()
     dist.all_reduce(gradient, group=group)
@@ -66,6 +73,17 @@ _STYLES: dict[str, Callable[[], ParallelStyle | None]] = {
     "replicated_with_grad_allreduce": SummedGradients,
     "replicate": lambda: None,
 }  # fmt: skip
+
+
+def named_style(name: str) -> ParallelStyle:
+    """Return a style of torch by the name that transformers gives it.
+
+    Raises:
+        UnknownNameError: there is none of this name.
+    """
+    if name not in _STYLES:
+        raise unknown("style", name, list(_STYLES))
+    return _STYLES[name]() or _Whole()
 
 
 def has_own_plan(module: nn.Module) -> bool:

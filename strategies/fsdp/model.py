@@ -110,7 +110,7 @@ class ShardedModel:
         carry_writes(self.parts, adapter, any(part._compiled_call_impl for part in module.modules()))
         self.checks = PassChecks(self.parts)
         shards = [each for each in module.parameters() if isinstance(each, DTensor)]
-        self._ordinary = Ordinary({each.device_mesh for each in shards}, world)
+        self._ordinary = Ordinary({each.device_mesh for each in shards}, world, sharding.tensor_mesh)
         self.outside = OutsideCalls(self.root, sharding.context, self.reshard)
         self.gradients = ModuleGradients(module, self.parts, self._in_forward, self.reshard)
 

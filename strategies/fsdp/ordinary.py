@@ -49,14 +49,19 @@ class Ordinary:
     Args:
         meshes: those of its parameters.
         world: the ranks.
+        split: the ranks that split layers. Code of the user's in a step meets weights and activations that are divided
+            over these alone.
     """
 
     _worlds: ClassVar[dict[DeviceMesh, World]] = {}
+    _split: ClassVar[set[DeviceMesh]] = set()
     _number = 0
     _torch_own: Any = vars(DTensor)["__torch_function__"]
 
-    def __init__(self, meshes: set[DeviceMesh], world: World) -> None:
+    def __init__(self, meshes: set[DeviceMesh], world: World, split: DeviceMesh | None = None) -> None:
         Ordinary._number += 1
+        if split is not None:
+            Ordinary._split.add(split)
         Ordinary._worlds.update(dict.fromkeys(meshes, world))
         Ordinary.resume()
         self.release: Callable[[], Any] = finalize(self, _leave)
@@ -93,6 +98,7 @@ def _leave() -> None:
     Ordinary._number -= 1
     if not Ordinary._number:
         Ordinary._worlds.clear()
+        Ordinary._split.clear()
         Ordinary.pause()
 
 
@@ -108,7 +114,33 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         first = next((each for each in given if is_sharded(each)), None)
         if first is not None:
             return _computed(func, name, args, kwargs, given, first)
+        is_split = any(isinstance(each, DTensor) and each._spec.mesh in Ordinary._split for each in given)
+        # Other operations are those of layers, which torch computes on parts.
+        if is_split and (name in _NUMBERS or any(not isinstance(each, DTensor) for each in given)):
+            args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (tuple(args), kwargs))
+            return func(*args, **kwargs)
+    if Ordinary._split and name.startswith("_foreach_"):
+        return _for_each_mesh(func, args, kwargs)
     return _of_torch(func, args, kwargs)
+
+
+def _for_each_mesh(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of lists of tensors for those of each mesh apart, as torch computes on one at a time."""
+    count = len(args[0])
+    meshes: dict[Any, list[int]] = {}
+    for index, each in enumerate(args[0]):
+        meshes.setdefault(getattr(each, "device_mesh", None), []).append(index)
+    if len(meshes) < 2:
+        return _of_torch(func, args, kwargs)
+    results: list[Any] = [None] * count
+    for places in meshes.values():
+        given = [
+            [each[index] for index in places] if isinstance(each, (list, tuple)) and len(each) == count else each
+            for each in args
+        ]
+        for index, result in zip(places, _of_torch(func, given, kwargs) or (), strict=False):
+            results[index] = result
+    return None if any(each is None for each in results) else results
 
 
 def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], first: Any) -> Any:

@@ -45,6 +45,7 @@ from .sharding import Sharding
 from .staged import sharded_stages
 from .state import ShardedState
 from .tensor import check_plan
+from .tensor_checks import EqualResults
 from .units import Units, check_units
 
 
@@ -123,6 +124,7 @@ class FSDPStrategy(Strategy):
         self._stop_hooks: list[Any] = []
         self._pauses: dict[Optimizer, RemovableHandle] = {}
         self._known: KnownParameters | None = None
+        self._equal: EqualResults | None = None
 
     # ---- before the process group exists --------------------------------------------------------------------------
 
@@ -220,6 +222,9 @@ class FSDPStrategy(Strategy):
         self.flags = OrderFlags(self.world, sharded.checks) if training and self.world.size > 1 else None
         self.sync_buffers(module)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
+        if layout.tp > 1 and training:
+            self._equal = EqualResults(module, self._mesh["tensor"])
+            self._stop_hooks += [each.register_step_pre_hook(self._equal.check_gradients) for each in optimizers]
         self._known, self._pauses = KnownParameters(module, optimizers), {}
         for each in filter(_computes_on_shards, optimizers):
             self._pauses[each] = each.register_step_pre_hook(lambda *_: Ordinary.pause())
@@ -260,7 +265,13 @@ class FSDPStrategy(Strategy):
             self._sharded.sync_gradients(enabled)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients, which are reduced during the backward pass. Collective."""
+        """Compute gradients, which are reduced during the backward pass. Collective.
+
+        Raises:
+            ConfigurationError: the loss differs between ranks that split layers.
+        """
+        if self._equal is not None:
+            self._equal.check_loss(loss)
         with self._attention():
             if self._sharded is None:
                 loss.backward(**options)
@@ -336,7 +347,7 @@ class FSDPStrategy(Strategy):
         sharded, self._sharded = self._sharded, None
         for hook in (*self._stop_hooks, *self._pauses.values()):
             hook.remove()
-        self._stop_hooks, self._pauses, self.flags, self._known = [], {}, None, None
+        self._stop_hooks, self._pauses, self.flags, self._known, self._equal = [], {}, None, None, None
         if sharded is not None:
             self.state = ShardedState(self.world)
             sharded.take_off()

@@ -16,8 +16,7 @@ from ...framework.core.errors import ConfigurationError
 from ...framework.core.wording import a_type
 from ...framework.parallel.meta_device import Owner
 from ...framework.parallel.tensor_plan import check_own_plan, has_own_plan, own_plan
-
-_HOOK = "configure_tensor_parallel"
+from .tensor_checks import HOOK, checked_style
 
 
 def check_plan(module: nn.Module, degree: int) -> None:
@@ -34,13 +33,13 @@ def check_plan(module: nn.Module, degree: int) -> None:
         check_own_plan(module, degree)
     elif next(module.parameters(), None) is not None or not isinstance(module, TrainModule):
         raise ConfigurationError(
-            f"parallel={{'tp': {degree}}} needs {type(module).__name__}.{_HOOK}(mesh), which defines how layers are "
+            f"parallel={{'tp': {degree}}} needs {type(module).__name__}.{HOOK}(mesh), which defines how layers are "
             "split over the ranks of a group, or a model of transformers with a tp_plan: define it, or leave tp out."
         )
 
 
 def _has_hook(module: nn.Module) -> bool:
-    hook = getattr(type(module), _HOOK, None)
+    hook = getattr(type(module), HOOK, None)
     return hook is not None and hook is not TrainModule.configure_tensor_parallel
 
 
@@ -51,13 +50,15 @@ def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
         ConfigurationError: the module returned something other than a plan.
     """
     before = {number for table in _hooks(module) for number in table[1]}
-    plan: Any = getattr(module, _HOOK)(mesh) if _has_hook(module) else own_plan(module)
+    plan: Any = getattr(module, HOOK)(mesh) if _has_hook(module) else own_plan(module)
     if plan is not None and not isinstance(plan, dict):
         raise ConfigurationError(
-            f"{type(module).__name__}.{_HOOK} returned {a_type(plan)}: return a dict of names of submodules "
+            f"{type(module).__name__}.{HOOK} returned {a_type(plan)}: return a dict of names of submodules "
             "and their ParallelStyle, or None after calling parallelize_module yourself."
         )
     if plan is not None:
+        if _has_hook(module):
+            plan = {name: checked_style(module, name, style) for name, style in plan.items()}
         parallelize_module(module, mesh, plan)
     for part, table in _hooks(module):
         table.update({number: _only_of(part, hook) for number, hook in table.items() if number not in before})
@@ -90,7 +91,7 @@ def tie_again(name: str, owners: Iterable[Owner]) -> nn.Parameter:
     if any(_split(parameter) != _split(first) for parameter in others):
         ways = ", ".join(f"{place} {_shown(parameter)}" for place, parameter in held)
         raise ConfigurationError(
-            f"{name} is one parameter in several places, which {_HOOK} splits differently: {ways}. Split it the same "
+            f"{name} is one parameter in several places, which {HOOK} splits differently: {ways}. Split it the same "
             "way everywhere, or untie it."
         )
     return first

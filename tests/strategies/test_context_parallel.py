@@ -140,6 +140,31 @@ class MeanOfRows(LongModel):
         return torch.stack([mean for mean in means if not mean.isnan()] or [torch.zeros(())]).mean()
 
 
+class Balances(LongModel):
+    """Adds a loss that balances means over tokens, while it trains."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss * (1 + batch[0].float().mean().square()) if self.training else loss
+
+
+class Counts(LongModel):
+    """Keeps its losses in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.kept.append(output.detach())
+        return output
+
+    def on_train_end(self) -> None:
+        if len(self.kept) != 1:
+            raise ConfigurationError(f"{len(self.kept)} losses were kept in one step: use the loss.")
+
+
 def refused(kind: type[LongModel]) -> str:
     trainer = silent_trainer(strategy="ddp", devices=2, parallel={"cp": 2}, max_steps=1, verbose=False)
     try:
@@ -153,6 +178,8 @@ def refused(kind: type[LongModel]) -> str:
     ("kind", "words"),
     [
         (LongModel, "trained"),
+        (Counts, "trained"),
+        (Balances, "in training mode"),
         (ByHandAttention, "scaled_dot_product_attention"),
         (OwnPositions, "part.positions()"),
         (ShiftsLate, "ShiftsLate"),
