@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,11 +102,13 @@ class SecondWindow(LanguageModel):
 
     def __init__(self, blocks: int, window: int, stack: Any, seen: Observed) -> None:
         super().__init__(blocks)
-        self.stack, self.seen, self.window = stack, seen, window
+        # No attributes that hold what is observed, which would become those of the last stage on all ranks.
+        self.window = window
+        self.observe: Callable[[], Any] = lambda: stack.enter_context(observed(seen))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.window:
-            self.stack.enter_context(observed(self.seen))
+            self.observe()
 
 
 def by_strategy(schedule: str, blocks: int, window: int) -> Observed:

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..api.train_module import TrainModule
+from ..core.errors import LoopError
 from ..distributed.seed import capture, restore
 from ..metrics.torchmetrics_state import metrics_set_aside
 from ..parallel.fresh_batches import fresh as fresh
 from ..parallel.sync_batch_norm import is_collective
-
-# Longer containers are data.
-_MOST_ITEMS = 10_000
-_OF_MODULE = frozenset(vars(nn.Module()))
-_MISSING = object()
+from .program_state import ProgramState
 
 
 @contextmanager
-def isolated(
-    module: nn.Module, keep_buffers: bool = True, keep_attributes: bool = False
-) -> Generator[None, None, None]:
-    """Run steps without changing logs, metrics and random generators.
+def isolated(module: nn.Module, keep_buffers: bool = True, runs_again: bool = False) -> Generator[None, None, None]:
+    """Run steps without changing logs, metrics, random generators, and what the program keeps; see ``ProgramState``.
 
     With ``keep_buffers`` buffers keep their values too, except those of layers that compute them over all ranks.
-    With ``keep_attributes`` so do numbers, texts and containers in attributes of the module itself, in which a step may
-    count.
+
+    Raises:
+        LoopError: with ``runs_again``, which says that the step runs for the same batch later, it takes an element from
+            an iterator that the module holds.
     """
     log = module.log_to(None) if isinstance(module, TrainModule) else None
     random = capture()
-    attributes = _plain_attributes(module) if keep_attributes else {}
+    taken = ProgramState.of(module).take()
+    iterators = _guarded_iterators(module) if runs_again else {}
     buffers = _own_buffers(module) if keep_buffers else []
     for part, name, buffer in buffers:
         part._buffers[name] = buffer.clone()
@@ -44,31 +42,37 @@ def isolated(
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
         restore(random)
-        _put_back(module, attributes)
+        for name, iterator in iterators.items():
+            setattr(module, name, iterator)
+        ProgramState.put_back(taken)
         if isinstance(module, TrainModule):
             module.log_to(log)
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return the attributes of the module itself that a step may count in or add to, and copies of containers."""
-    found = {}
-    for name, value in vars(module).items():
-        if name in _OF_MODULE:
-            continue
-        if value is None or isinstance(value, bool | int | float | complex | str):
-            found[name] = value, value
-        elif type(value) in (list, dict, set) and len(value) <= _MOST_ITEMS:
-            found[name] = value, value.copy()
+class _Guarded:
+    """Stands for an iterator of the program's, from which a step that runs twice for a batch must not take anything."""
+
+    def __init__(self, name: str, iterator: Any) -> None:
+        self._name, self._iterator = name, iterator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise LoopError(
+            f"the step takes an element from the iterator self.{self._name}, and here it runs more than once for a "
+            "batch: take it in on_train_batch_start, or let the loader give it with the batch."
+        )
+
+
+def _guarded_iterators(module: nn.Module) -> dict[str, Any]:
+    found = {name: value for name, value in vars(module).items() if isinstance(value, Iterator)}
+    for name, value in found.items():
+        setattr(module, name, _Guarded(name, value))
     return found
-
-
-def _put_back(module: nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
-    for name, (value, copied) in attributes.items():
-        if value is not copied:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(copied)
-        if vars(module).get(name, _MISSING) is not value:
-            setattr(module, name, value)
 
 
 def _own_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

@@ -245,7 +245,7 @@ class WindowTraining:
             passes.begin()
             if batches:
                 passes.run(Window(window.steps, batches, lambda number: step(fresh(batches[number])), finish))
-                losses = passes.share(losses)
+                losses, _ = passes.share(losses)
             strategy.reduce_gradients(parameters)
         return losses
 

@@ -67,6 +67,8 @@ class JointStep(AutomaticStep):
         self.unweighted_single_rank = False
         self.outputs: dict[int, Any] = {}
         """The outputs of the window in progress by position, on ranks that see them."""
+        self.shown: tuple[str, ...] = ()
+        """The names of the step values that ranks which do not log show."""
 
     def __call__(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
         """Run a window of micro-batches; return False at the end of the epoch. Collective. See ``AutomaticStep``."""
@@ -96,14 +98,12 @@ class JointStep(AutomaticStep):
         self._begin_backward()
         self.passes.begin()
         self.phase[0] = LAST_BACKWARD
-        losses = torch.zeros(len(kept), device=self.run.world.device)
+        losses, outputs = torch.zeros(len(kept), device=self.run.world.device), dict[int, Any]()
         if kept:
             held = [started[position] for position in kept]
             numbers = [index + position * stride for position in kept]
             self._run(held, numbers, [(weights[position], shares[position]) for position in kept], losses)
-            losses = self.passes.share(losses)
-            if not self.passes.computes_losses:
-                self.keep_loss(losses[-1])
+            losses, outputs = self._share(losses)
         self.flags.send(self.has_loss, self.guard.bad is not None)
         self.totals.close()
         self.strategy.reduce_gradients(parameters_of(self.optimizer))
@@ -111,11 +111,39 @@ class JointStep(AutomaticStep):
         for number, position in enumerate(kept):
             if ended is not None:
                 self._end_batch(*ended)
-            output = self.outputs.get(number) if self.passes.computes_losses else losses[number]
+            output = outputs.get(number, {"loss": losses[number]})
             ended = output, started[position], index + position * stride
         self.outputs = {}
         self._end_window(ended, consumed, index + max(count - 1, 0) * stride)
         return True
+
+    def _share(self, losses: Tensor) -> tuple[Tensor, dict[int, Any]]:
+        """Return the losses of the window, and the outputs of its steps by position, on all ranks. Collective.
+
+        Ranks that do not log show the step values of the one that does.
+        """
+        computes, count = self.passes.computes_losses, losses.numel()
+        shown = self.log.current() if computes else {}
+        further = {}
+        if self.batch_end and computes:
+            further = {at: each for at, each in self.outputs.items() if each is None or each.keys() != {"loss"}}
+        # As many numbers as after the window before, so that all ranks know how many.
+        numbers = [torch.as_tensor(shown.get(name, 0.0)).to(losses).view(1) for name in self.shown]
+        message = None
+        if computes and (further or tuple(shown) != self.shown):
+            message = {name: float(value) for name, value in shown.items()}, further
+        values, message = self.passes.share(torch.cat([losses, *numbers]), message)
+        if message is None:
+            values_shown = dict(zip(self.shown, values[count:].unbind(), strict=True))
+        else:
+            values_shown, further = message
+            self.shown = tuple(values_shown)
+        losses = values[:count]
+        if computes:
+            return losses, self.outputs
+        self.log.show(values_shown)
+        self.keep_loss(losses[-1])
+        return losses, {at: {"loss": loss} for at, loss in enumerate(losses)} | further
 
     def _run(self, batches: list[Any], indices: list[int], counts: list[tuple[float, float]], losses: Tensor) -> None:
         """Run the passes of the started micro-batches; write their losses into ``losses``. Collective.

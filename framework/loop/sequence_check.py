@@ -107,7 +107,7 @@ class _Trial:
         if not self.trains:
             module.eval()
         try:
-            with torch.no_grad(), isolated(module, keep_attributes=True):
+            with torch.no_grad(), isolated(module, runs_again=True):
                 batch, index = self._batch()
                 weight = float(module.batch_weight(batch))
                 loss = loss_of(self._step(batch, index))

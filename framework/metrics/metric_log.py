@@ -55,6 +55,7 @@ class MetricLog:
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
         self._frame_size = FrameSize()
+        self._shown: dict[str, Any] = {}
         # In a build of torch without an accelerator tensors need not be asked where they are, a tenth of ``log``.
         self._host_only = torch.accelerator.current_accelerator() is None
         self.mark = 0
@@ -253,7 +254,11 @@ class MetricLog:
         values = self.step_values("on_step")
         for scope in self._scopes.values():
             values.update({entry.plain_name: value for entry, value in scope.step_values() if entry.on_epoch})
-        return values
+        return values | self._shown
+
+    def show(self, values: dict[str, Any]) -> None:
+        """Let callbacks see the step values of a rank that logs for this one too, until the end of the epoch."""
+        self._shown = values
 
     def reduce(self, more: bool = False) -> tuple[dict[Entry, Tensor], bool]:
         """Return the epoch values of names logged since the last call, and whether any rank has ``more`` to log.
@@ -268,7 +273,7 @@ class MetricLog:
         self._used_metrics += [entry.metric for entry in entries.values() if entry.metric is not None]
         for scope in self._scopes.values():
             scope.clear()
-        self.mark = 0
+        self.mark, self._shown = 0, {}
         fed = self.fed | ({None} if self.batches else set())
         return exchange(self.world, self.stage, entries, fed, more, self._frame_size)
 

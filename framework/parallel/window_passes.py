@@ -58,9 +58,12 @@ class WindowPasses(NoArguments, ABC):
         """
 
     @abstractmethod
-    def share(self, values: Tensor) -> Tensor:
-        """Return ``values`` of the rank that computes losses, on the ranks that read the same data. Collective.
+    def share(self, values: Tensor, message: Any = None) -> tuple[Tensor, Any]:
+        """Return values and a message of the rank that computes losses, on those that read the same data. Collective.
+
+        Called after ``run``. What the user's steps kept in attributes on that rank is given to the others too.
 
         Args:
-            values: numbers; on the other ranks a tensor of the same shape and dtype, which is overwritten.
+            values: numbers; on the other ranks a tensor of the same shape and dtype.
+            message: any object that can be pickled; None, which costs nothing, on the other ranks.
         """

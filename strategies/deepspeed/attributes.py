@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from ...framework.diagnostics.program_state import ENGINE_ATTRIBUTES
+
 
 class OriginalAttributes:
     """Dtypes and ``requires_grad`` of a module's parameters before set-up, and the removal of what DeepSpeed adds."""
@@ -49,3 +51,4 @@ _ON_PARAMETERS = {
     "nvme_swapper", "partition_numel", "is_external_param", "padding_size", "convert_to_zero_parameters", "partition",
     "comm_dtype",
 }  # fmt: skip
+ENGINE_ATTRIBUTES.update(_ON_MODULES)

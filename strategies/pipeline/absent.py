@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ...framework.core.errors import LoopError
+from ...framework.diagnostics.program_state import Change, ProgramState
 
 
 class Absent(Tensor):
@@ -22,13 +26,28 @@ class Absent(Tensor):
             return leaf.to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
 
         with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") in _READS:
+            name = getattr(func, "__name__", "")
+            if name in _READS:
                 raise no_value()
+            if name == "register_hook":
+                # The stage that has the values registers it too, where it is called.
+                return RemovableHandle({})
             given, named = tree_map(moved, tuple(args)), tree_map(moved, kwargs or {})
             return tree_map(lambda leaf: _absent(leaf), func(*given, **named))
 
 
-_READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
+_READS = (
+    "item",
+    "tolist",
+    "numpy",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__format__",
+    "__array__",
+    "retain_grad",
+)
 
 
 def absent_like(tensor: Tensor) -> Tensor:
@@ -48,3 +67,44 @@ def no_value() -> LoopError:
 
 def _absent(leaf: Any) -> Any:
     return leaf.as_subclass(Absent) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+
+
+class BlockMarks:
+    """What a block leaves in its attributes, and in containers among its arguments, such as an auxiliary loss.
+
+    A block that this rank holds shows it once. Blocks that it does not hold leave absent values at the same places, so
+    that a step which reads them is refused.
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[Change] = []
+
+    @contextmanager
+    def learning(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Generator[None, None, None]:
+        """Notice what the block does in this context, and undo it."""
+        state = _state_of(block, args, kwargs)
+        taken = state.take()
+        try:
+            yield
+        finally:
+            self._changes = [each for each in state.changes(taken) if each.kind in ("set", "tail", "all")]
+            state.put_back(taken)
+
+    def leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Do what a block of another rank does, with values that are absent."""
+        if self._changes:
+            _state_of(block, args, kwargs).apply(self._changes, _absent_value)
+
+
+def _state_of(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ProgramState:
+    # Parts of classes of libraries too: the same ones in each block.
+    return ProgramState([*block.modules(), args, dict(kwargs)])
+
+
+def _absent_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return absent_like(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return absent_like(torch.tensor(value)) if is_number else value

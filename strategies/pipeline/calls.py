@@ -2,7 +2,8 @@
 
 The user's step runs on every stage. A block of another stage computes nothing: it returns hidden states without values,
 or, right before the first block of this stage, those that were received. The output of the last block of this stage is
-handed over, and the next call of a block ends the pass: what follows is the work of the other stages.
+handed over, and the next call of a block ends the pass: what follows is the work of the other stages. An evaluation
+goes on: the rank with the last stage sends the output of the last block to all.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ...framework.core.errors import LoopError
 from ...framework.core.wording import counted
 from ...framework.parallel.blocks import ReplacedForward, replace_method
-from .absent import absent_like
+from .absent import BlockMarks, absent_like
 from .blocks import Stages
 
 
@@ -33,6 +35,8 @@ class StagePass:
         own: the stages that compute in this pass, each with the hidden states that it gets from the stage before.
         deliver: takes the output of a stage in ``own`` that is computed on, by the number of the stage.
         begin: called with the arguments of the first block before it runs.
+        end: lets the step go on after the last block on every rank: given the output, or None on a rank that has not
+            computed it, and a tensor of its shape, it returns the output. Without it the pass ends after ``own``.
     """
 
     def __init__(
@@ -41,14 +45,17 @@ class StagePass:
         own: Mapping[int, Callable[[Tensor], Tensor]],
         deliver: Callable[[int, Tensor], None],
         begin: Callable[[Tensor, tuple[Any, ...], dict[str, Any]], None],
+        end: Callable[[Tensor | None, Tensor], Tensor] | None = None,
     ) -> None:
         self._stages = stages
         self._own = own
         self._deliver = deliver
         self._begin = begin
+        self._end = end
         self._next = 0
         self.reached = False
         """Whether the step has called the blocks."""
+        self.marks = BlockMarks()
         self.last: Tensor | None = None
         """The output of the last block, on the rank that computes it."""
 
@@ -74,15 +81,25 @@ class StagePass:
             check_output(output, hidden)
             if number == last:
                 self.last = output
+                return output if self._end is None else self._ended(output, hidden)
             if following is None or following == stage or following in self._own:
                 return output
             self._deliver(stage, output)
             return absent_like(output)
+        self.marks.leave(stages.blocks[number], args, kwargs)
         if stage > max(self._own):
-            raise PassEnded
+            if self._end is None:
+                raise PassEnded
+            return absent_like(hidden) if number < last else self._ended(None, hidden)
         if following is not None and following in self._own:
             return self._own[following](hidden)
         return absent_like(hidden)
+
+    def _ended(self, output: Tensor | None, hidden: Tensor) -> Tensor:
+        assert self._end is not None
+        # All ranks have the output, so the step may call the model again, as generation does.
+        self._next = 0
+        return self._end(output, hidden)
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -126,12 +143,14 @@ class BlockCalls:
     def __init__(self, stages: Stages, held: set[int]) -> None:
         self._held = held
         self._current: StagePass | None = None
+        self.blocks, self.marks = stages.blocks, BlockMarks()
         self.plain: list[Callable[..., Any]] = [block.forward for block in stages.blocks]
         self._undos = [
             replace_method(block, "forward", ReplacedForward(block, partial(self._call, number)))
             for number, block in enumerate(stages.blocks)
         ]
 
+    @_disable_dynamo
     def _call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         plain = self.plain[number]
         if self._current is not None:
@@ -147,7 +166,7 @@ class BlockCalls:
 
     def during(self, current: StagePass, function: Callable[[], Any]) -> tuple[bool, Any]:
         """Run a pass of the user's step; return whether it ended by itself, and its output."""
-        before, self._current = self._current, current
+        before, self._current, current.marks = self._current, current, self.marks
         try:
             return True, function()
         except PassEnded:

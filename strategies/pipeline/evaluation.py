@@ -14,7 +14,6 @@ from ...framework.distributed.world import World
 from ...framework.parallel.strategy import StepFunction
 from .blocks import Stages
 from .calls import BlockCalls, StagePass
-from .outputs import Outputs
 from .passes import HiddenStates
 from .schedules import Place
 from .streams import SharedDraws
@@ -23,7 +22,8 @@ from .streams import SharedDraws
 class Evaluation:
     """Runs steps of an evaluation on the stages of this rank.
 
-    A rank continues with the next batch once it has sent its hidden states, so that the stages work at the same time.
+    The rank with the last stage sends the output of the last block to the other ranks, on which the step goes on too:
+    what a program returns, logs, keeps or writes in a step is the same on all ranks of a pipeline.
 
     Args:
         world: the ranks.
@@ -33,7 +33,6 @@ class Evaluation:
         calls: the blocks.
         hidden: knows the hidden states between stages.
         gathered: returns the context of a step, in which this rank holds its stages in full.
-        outputs: gives the output of a step to all ranks; None to leave it to the rank with the last stage.
     """
 
     def __init__(
@@ -45,20 +44,15 @@ class Evaluation:
         calls: BlockCalls,
         hidden: HiddenStates,
         gathered: Callable[[], AbstractContextManager[Any]],
-        outputs: Outputs | None,
     ) -> None:
         self._world, self._place, self._group = world, place, group
         self._stages, self._calls, self._hidden = stages, calls, hidden
         self._gathered = gathered
-        self._outputs = outputs
         self._number = 0
         self._is_running = False
 
     def route(self, step: StepFunction) -> StepFunction:
-        """Return the function that runs a step. Collective.
-
-        Without ``outputs`` it returns None on ranks without the last stage.
-        """
+        """Return the function that runs a step. Collective."""
 
         def routed(*args: Any, **kwargs: Any) -> Any:
             if self._is_running:
@@ -66,10 +60,9 @@ class Evaluation:
             self._is_running = True
             try:
                 with self._gathered():
-                    output = self._run(lambda: step(*args, **kwargs))
+                    return self._run(lambda: step(*args, **kwargs))
             finally:
                 self._is_running = False
-            return output if self._outputs is None else self._outputs.share(output)
 
         return routed
 
@@ -80,7 +73,7 @@ class Evaluation:
 
         def begin(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             draws.leave()
-            between.append(self._hidden.after(hidden, args, kwargs))
+            between[:] = [self._hidden.after(hidden, args, kwargs)]
 
         def receive(stage: int, hidden: Tensor) -> Tensor:
             received = torch.empty_like(between[0], device=self._world.device)
@@ -90,9 +83,15 @@ class Evaluation:
         def deliver(stage: int, output: Tensor) -> None:
             dist.send(output.detach().contiguous(), self._peer(stage + 1), group=self._group)
 
+        def end(output: Tensor | None, hidden: Tensor) -> Tensor:
+            output = torch.empty_like(between[0], device=self._world.device) if output is None else output.contiguous()
+            dist.broadcast(output, self._peer(self._place.stages - 1), group=self._group)
+            draws.join(self._place.stages)
+            return output
+
         own = {stage: _bound(receive, stage) for stage in self._place.own}
         with draws.micro_batch(0, self._place.own[0]):
-            return self._calls.during(StagePass(self._stages, own, deliver, begin), step)[1]
+            return self._calls.during(StagePass(self._stages, own, deliver, begin, end), step)[1]
 
     def _peer(self, stage: int) -> int:
         return dist.get_global_rank(self._group, self._place.rank_of(stage))

@@ -22,6 +22,7 @@ from .absent import Absent, no_value
 from .blocks import Stages
 from .calls import BlockCalls, PassEnded, StagePass, check_output, sendable
 from .elsewhere import check_hooks
+from .kept_state import KeptState
 from .schedules import Place, bubble, build
 from .streams import SharedDraws
 
@@ -43,7 +44,7 @@ class HiddenStates:
 
     def __init__(self, module: Any, calls: BlockCalls, block: int) -> None:
         self._module = module
-        self._plain = calls.plain[block]
+        self._plain, self._block, self._marks = calls.plain[block], calls.blocks[block], calls.marks
         self._known: dict[Any, torch.dtype] = {}
 
     def after(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -52,9 +53,10 @@ class HiddenStates:
         Raises:
             LoopError: blocks do not return a tensor of the shape of their first argument.
         """
-        key = tuple(hidden.shape), hidden.dtype, torch.is_autocast_enabled(hidden.device.type)
+        key = tuple(hidden.shape), hidden.dtype, torch.is_autocast_enabled(hidden.device.type), self._block.training
         if key not in self._known:
-            with torch.no_grad(), isolated(self._module, keep_attributes=True):
+            learning = self._marks.learning(self._block, args, kwargs)
+            with torch.no_grad(), isolated(self._module, runs_again=True), learning:
                 output = self._plain(*args, **kwargs)
             check_output(output, hidden)
             self._known[key] = output.dtype
@@ -80,14 +82,30 @@ class PipelinePasses(WindowPasses):
         self.computes_losses = place.stages - 1 in place.own
 
     def set_up(
-        self, module: Any, stages: Stages, calls: BlockCalls, hidden: HiddenStates, gather: Callable[[], None] | None
+        self,
+        module: Any,
+        stages: Stages,
+        calls: BlockCalls,
+        hidden: HiddenStates,
+        gather: Callable[[], None] | None,
+        check_loss: Callable[[Tensor], None] | None,
     ) -> None:
-        """Run the passes of this module; ``gather`` gathers sharded parameters before those of a window."""
-        self._gather = gather
+        """Run the passes of this module.
+
+        Args:
+            module: the user's module.
+            stages: the division of the model.
+            calls: the blocks.
+            hidden: knows the hidden states between stages.
+            gather: gathers sharded parameters before the passes of a window; None if there are none.
+            check_loss: compares a loss with that of other ranks; None if no others compute it.
+        """
+        self._gather, self._check_loss = gather, check_loss
         self.module, self._stages, self._calls, self._hidden = module, stages, calls, hidden
         # Listed once: a window of a large model would take milliseconds to find them.
         self._may_have_hooks = self.parameters(), list(module.modules())
         self._modules = [StageModule(self, stage) for stage in self._place.own]
+        self._kept = KeptState(module, stages.blocks, self._world, self._place, self._group)
         self._shapes: dict[Any, Tensor] = {}
         self._schedules: dict[Any, Callable[[], None]] = {}
 
@@ -118,6 +136,7 @@ class PipelinePasses(WindowPasses):
     def run(self, window: Window) -> None:
         """Run all passes of a window. Collective."""
         check_hooks(*self._may_have_hooks)
+        self._kept.begin(window.number, len(window.batches))
         # Around the backward passes too, in which activations that are computed again attend again.
         with self._attention(), self._world.attendance.refusing(_NO_COLLECTIVES):
             self._run(window)
@@ -140,11 +159,9 @@ class PipelinePasses(WindowPasses):
             del self._window, self._draws
             self._error = None
 
-    def share(self, values: Tensor) -> Tensor:
-        """Broadcast the values of the rank with the last stage. Collective."""
-        source = dist.get_global_rank(self._group, self._place.rank_of(self._place.stages - 1))
-        dist.broadcast(values, source, group=self._group)
-        return values
+    def share(self, values: Tensor, message: Any = None) -> tuple[Tensor, Any]:
+        """Broadcast values and a message of the rank with the last stage, and what its steps kept. Collective."""
+        return self._kept.share(values, message, self.computes_losses)
 
     def _run_group(self, shape: tuple[Any, ...], positions: list[int]) -> None:
         key = shape, len(positions)
@@ -172,11 +189,15 @@ class PipelinePasses(WindowPasses):
         found: list[Tensor] = []
 
         def begin(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # On all ranks, of which some would wait for one that is refused in a pass.
+            self._kept.check_unchanged()
             found.append(self._hidden.after(hidden, args, kwargs))
             raise PassEnded
 
         nothing = StagePass(self._stages, {0: lambda hidden: hidden}, lambda stage, output: None, begin)
-        with torch.no_grad(), isolated(self.module, keep_attributes=True):
+        # With gradients: the step may put a hook on a tensor, or differentiate.
+        with isolated(self.module, runs_again=True):
+            self._kept.begin_pass()
             self._calls.during(nothing, lambda: window.step(position))
         return found[0] if found else None
 
@@ -207,12 +228,14 @@ class PipelinePasses(WindowPasses):
                     "the shapes of a batch only, so pad instead of leaving out what a batch does not need."
                 )
             self._draws.leave()
+            self._kept.enter(position, args, kwargs, stage == self._stages.count - 1)
 
         def receive(hidden: Tensor) -> Tensor:
             assert received is not None
             return cast(Tensor, _Contiguous.apply(received))  # type: ignore[no-untyped-call]
 
         current = StagePass(self._stages, {stage: receive}, lambda _, output: delivered.append(sendable(output)), begin)
+        self._kept.begin_pass()
         with self._draws.micro_batch(position, stage):
             _, output = self._calls.during(current, lambda: window.step(position))
             if self._sequences is not None and not current.reached:
@@ -222,6 +245,8 @@ class PipelinePasses(WindowPasses):
                 loss = window.finish(position, output)
                 if isinstance(loss, Absent):
                     raise no_value()
+                if loss is not None and self._check_loss is not None:
+                    self._check_loss(loss)
                 return self._no_loss(current, received) if loss is None else loss
         if delivered:
             return delivered[0]

@@ -42,6 +42,7 @@ from ..context.sharing import sharing_sequences
 from ..fsdp.initial import Origins, move_buffers
 from ..fsdp.kept import keeping
 from ..fsdp.tensor import check_plan
+from ..fsdp.tensor_checks import EqualResults
 from ..limits import check_independent
 from .blocks import Stages, divide
 from .calls import BlockCalls
@@ -50,11 +51,11 @@ from .evaluation import Evaluation
 from .gradients import StagedGradients
 from .initial import fill_stages
 from .mesh import StageMesh, build_mesh
-from .outputs import Outputs
 from .passes import HiddenStates, PipelinePasses
 from .schedules import Place, kind_named
 from .shards import StageShards, check_sharded
 from .state import StagedState
+from .streams import share_generators
 
 
 class PipelineStrategy(Strategy):
@@ -212,15 +213,18 @@ class PipelineStrategy(Strategy):
                     f"{type(optimizer).__name__} quantizes its state in blocks of a parameter, which checkpoints of a "
                     "pipeline do not hold: use torch.optim.AdamW, or strategy='fsdp'."
                 )
-        self._check_layers(module)
         check_hooks(module.parameters(), module.modules())
         stages, place, mesh = self._divide(module), self._place, self._mesh
+        self._check_layers(module, set(stages.blocks))
         held = {number for number in range(len(stages.blocks)) if stages.stage_of(number) in place.own}
         origins = Origins(module, self._deferred, self.world, supplied_names(module, self._supplied))
         with keeping(module):
             self._shards = shards = fill_stages(module, optimizers, stages, place, mesh, origins)
+        equal = EqualResults(module, mesh.tensor) if mesh.tensor is not None and training else None
+        if equal is not None:
+            self._guards += [each.register_step_pre_hook(equal.check_gradients) for each in optimizers]
         owners = stages.owners(module, place)
-        self._guards = mark_elsewhere(module, owners, place.rank)
+        self._guards += mark_elsewhere(module, owners, place.rank)
         for each in optimizers:
             each.state = StateOfStages(dict, each.state)
         self._calls = calls = BlockCalls(stages, held)
@@ -228,14 +232,20 @@ class PipelineStrategy(Strategy):
         self.gradients = StagedGradients(self.world, mesh, owners, shards)
         self.state = StagedState(self.world, place, owners, mesh.stride, None if shards is None else shards.free)
         gathered = nullcontext if shards is None else shards.gathered
-        # The loop of a user reads outputs on all ranks.
-        outputs = Outputs(mesh.pipeline, place, self.world) if training and routed is Routed.FORWARD else None
-        self._evaluation = Evaluation(self.world, place, mesh.pipeline, stages, calls, hidden, gathered, outputs)
-        self.window_passes.set_up(module, stages, calls, hidden, None if shards is None else shards.gather)
+        if training and routed is Routed.FORWARD:
+            share_generators(self.world)
+        self._evaluation = Evaluation(self.world, place, mesh.pipeline, stages, calls, hidden, gathered)
+        gather, check_loss = None if shards is None else shards.gather, None if equal is None else equal.check_loss
+        self.window_passes.set_up(module, stages, calls, hidden, gather, check_loss)
         return list(optimizers)
 
-    def _check_layers(self, module: nn.Module) -> None:
+    def _check_layers(self, module: nn.Module, blocks: set[nn.Module]) -> None:
         for name, part in module.named_modules():
+            if part._compiled_call_impl is not None and blocks & set(part.modules()):
+                raise ConfigurationError(
+                    f"{name or 'the module'} is compiled, and a pipeline decides in the calls of its blocks which rank "
+                    "computes them: compile modules inside the blocks, or use strategy='fsdp' or 'ddp'."
+                )
             if is_collective(part):
                 raise ConfigurationError(
                     f"{name} computes statistics over all ranks in its passes, and the ranks of a pipeline run "
@@ -287,8 +297,8 @@ class PipelineStrategy(Strategy):
         if self._calls is not None:
             self._calls.remove()
             unguard(self.window_passes.module, OfOtherStage)
-            for guard in self._guards:
-                guard.remove()
+            while self._guards:
+                self._guards.pop().remove()
         if self._shards is not None:
             self._shards.take_off()
         self.window_passes.release()

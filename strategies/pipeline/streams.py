@@ -15,7 +15,8 @@ from contextlib import contextmanager
 import torch
 
 from ...framework.core.position_rng import mix_seed
-from ...framework.distributed.seed import Generators, seed_rank
+from ...framework.distributed.seed import Generators, capture, restore, seed_rank
+from ...framework.distributed.world import World
 
 
 class SharedDraws:
@@ -33,6 +34,7 @@ class SharedDraws:
         self._repeats = repeats
         self._before: dict[int, Generators] = {}
         self._shared: Generators | None = None
+        self._left = 0
         self._place = (0, 0)
 
     @contextmanager
@@ -53,6 +55,21 @@ class SharedDraws:
                 after.put_back()
 
     def leave(self) -> None:
-        """Draw other numbers than the other stages until the pass ends."""
-        self._shared = Generators()
-        seed_rank(mix_seed(self._shared.digest(), self._number, *self._place), self._device)
+        """Draw other numbers than the other stages until the pass ends, or ``join``."""
+        current = Generators()
+        self._shared = self._shared or current
+        self._left = current.digest()
+        seed_rank(mix_seed(self._left, self._number, *self._place), self._device)
+
+    def join(self, stages: int) -> None:
+        """Draw the same numbers as the other stages again; ``stages``: their number."""
+        seed_rank(mix_seed(self._left, self._number, self._place[0], stages), self._device)
+
+
+def share_generators(world: World) -> None:
+    """Let ranks that compute the same draw the random numbers of the first of them. Collective.
+
+    For a loop of the user's own, which need not seed its ranks.
+    """
+    states = world.all_gather_object((world.identical_group, capture()))
+    restore(next(state for group, state in states if group == world.identical_group))

@@ -109,6 +109,7 @@ def test_weights_and_norms_are_those_of_plain_torch(mesh: Mesh, kind: str) -> No
     expected_norms, expected = by_hand(kind)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
+        # Adam turns the rounding of small gradients, which parts add up in another order, into steps of its own.
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=5e-6)
     if kind == "ema":
         torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected_norms), rtol=1e-5, atol=0)
