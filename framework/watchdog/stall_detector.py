@@ -199,9 +199,10 @@ class StallDetector:
         if not debugged and not self._source.another_is_behind():
             if stopped or stuck:
                 return stopped or stuck
-            if not working and len(late) == len(behind):
-                # All ranks wait for one another: a deadlock, in which no single rank is at fault.
-                return late
+            if not working and all(silence.seconds >= silence.limit for silence in behind.values()):
+                # All ranks wait for one another: a deadlock, in which no single rank is at fault. Not by deadlines that
+                # were extended: two ranks would be late in turn for ever.
+                return list(behind)
         for rank in {*late, *working}:
             deadline = math.inf if debugged else _extended(behind[rank], bool(working))
             self._tracker.extend_deadline(rank, deadline)

@@ -119,28 +119,7 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         if is_split and (name in _NUMBERS or any(not isinstance(each, DTensor) for each in given)):
             args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (tuple(args), kwargs))
             return func(*args, **kwargs)
-    if Ordinary._split and name.startswith("_foreach_"):
-        return _for_each_mesh(func, args, kwargs)
     return _of_torch(func, args, kwargs)
-
-
-def _for_each_mesh(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of lists of tensors for those of each mesh apart, as torch computes on one at a time."""
-    count = len(args[0])
-    meshes: dict[Any, list[int]] = {}
-    for index, each in enumerate(args[0]):
-        meshes.setdefault(getattr(each, "device_mesh", None), []).append(index)
-    if len(meshes) < 2:
-        return _of_torch(func, args, kwargs)
-    results: list[Any] = [None] * count
-    for places in meshes.values():
-        given = [
-            [each[index] for index in places] if isinstance(each, (list, tuple)) and len(each) == count else each
-            for each in args
-        ]
-        for index, result in zip(places, _of_torch(func, given, kwargs) or (), strict=False):
-            results[index] = result
-    return None if any(each is None for each in results) else results
 
 
 def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], first: Any) -> Any:
@@ -148,6 +127,8 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
         return first.add_gradient_hook(*args[1:], **kwargs)
     if name == "__set__":
         return _set(func, *args)
+    if name == "__eq__" and first is not given[-1] and len({*map(hash, given)}) == 1:
+        return torch.ones(first.shape, dtype=torch.bool, device=local_of(first).device).as_subclass(_Same)
     if name == "__deepcopy__":
         return _copied(first, *args[1:])
     if name == "__reduce_ex__":
@@ -172,6 +153,15 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
         needs_full = mixed or is_init or name in _ALWAYS_FULL or hasattr(target, "view_of")
         return _written(func, name, args, kwargs, target, needs_full)
     return _on_full(func, args, kwargs) if mixed else _read(func, name, args, kwargs, first)
+
+
+class _Same(Tensor):
+    """The result of ``==`` for a parameter and its gathered copy, which a dict that holds one asks whether it is it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        return True
 
 
 def _of_torch(func: Any, args: Any, kwargs: Any) -> Any:

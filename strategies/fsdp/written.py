@@ -77,6 +77,10 @@ class _Gathered(nn.Parameter):
         _GRAD.__set__(self, None)
         self.shards().grad = None
 
+    def __hash__(self) -> int:
+        """Return the hash of the parameter, so that dicts and sets which hold it find its gathered copy."""
+        return hash(self.shards())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied

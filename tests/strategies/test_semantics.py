@@ -56,6 +56,7 @@ SAMPLE = {
         ("0-d parameters in blocks", "training_step"),
         ("layer replaced", "setup"),
         ("groups that leave parameters out", "training_step"),
+        ("parameters as keys", "training_step"),
     ],
     "zero2": [
         ("`mul_` of a block", "setup"),

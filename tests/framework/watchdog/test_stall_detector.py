@@ -237,6 +237,20 @@ def test_the_rank_at_fault_among_ranks_with_equal_progress(
     assert not stalled or all(asked <= computing for asked in ranks.asked[:-1])
 
 
+class Arrives(SimulatedRanks):
+    """Rank 1 makes its last step a moment after rank 0, and shorter than the time by which deadlines are extended."""
+
+    def records(self, pids: Mapping[int, int]) -> dict[int, HeartbeatRecord | None]:
+        self.checks = getattr(self, "checks", 0) + 1
+        return super().records(pids) | ({1: record(6, limit=3)} if self.checks < 2 else {})
+
+
+def test_ranks_that_wait_for_one_another_since_different_moments_have_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = record(7, limit=3)
+    ranks = Arrives({0: here, 1: here}, {0: [WAITING], 1: [WAITING]})
+    assert "ranks 0, 1 stalled" in message_of(monkeypatch, ranks, set())
+
+
 def test_the_deadline_of_a_slow_rank_is_extended_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = SimulatedRanks({0: record(7, limit=10)}, {0: [AT_WORK, ELSEWHERE]})
     assert message_of(monkeypatch, ranks, {0}, seconds=290.0, size=1) == ""
