@@ -85,6 +85,7 @@ class ShardedModel:
         adapter: Any = self.root
         self._footprint = Footprint(adapter)
         self.hooks = GradientHooks()
+        self._split_layers: list[tuple[nn.Module, str, nn.Module]] = []
         with keeping(module):
             sources = take_away(module, self._optimizers)
             if sharding.tensor_mesh is not None:
@@ -124,6 +125,12 @@ class ShardedModel:
     def _split(self, sources: list[Source], mesh: DeviceMesh) -> None:
         """Split layers over the ranks of a tensor-parallel group; tied parameters stay tied. Collective."""
         split_layers(self.module, mesh)
+        self._split_layers = [
+            (parent, name, part)
+            for parent in self.module.modules()
+            for name, part in parent._modules.items()
+            if part is not None and any(isinstance(each, DTensor) for each in part._parameters.values())
+        ]
         for source in sources:
             source.put(tie_again(source.name, source.owners))
 
@@ -256,7 +263,19 @@ class ShardedModel:
         """Take over parameters that were added since set-up: every rank holds them in full. Collective if there are.
 
         The module must hold its sharded parameters.
+
+        Raises:
+            ConfigurationError: a layer that was split over ranks was replaced: the other one would get a part of what
+                it takes.
         """
+        here = set(self.module.modules())
+        for parent, name, part in self._split_layers:
+            if parent in here and parent._modules.get(name) is not part:
+                raise ConfigurationError(
+                    f"{name} of a {type(parent).__name__} was replaced after its {type(part).__name__} was split over "
+                    "the ranks of a group (tp): replace layers in configure_model, or leave this one out of "
+                    "configure_tensor_parallel."
+                )
         known = set(self._added)
         self._added = [each for each in self.module.parameters() if not isinstance(each, DTensor)]
         for each in self._added:
