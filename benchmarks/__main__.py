@@ -1,4 +1,4 @@
-"""phalanx beside the raw torch loop, Lightning and Accelerate.
+"""phalanx beside the raw torch loop, Lightning, its Fabric, and Accelerate.
 
 Results of one run compare with each other, not with those of another run or machine.
 """

@@ -17,7 +17,7 @@ from torch import nn
 
 from .task import Job, unseen
 
-NAMES = ("raw", "phalanx", "lightning", "accelerate")
+NAMES = ("raw", "phalanx", "fabric", "accelerate", "lightning")
 
 
 def load(name: str) -> Callable[[Job], nn.Module]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -32,15 +33,16 @@ class FirstBatch:
 
     def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return the batches; the first one is recorded when it is read."""
-        return batches if self.fingerprint is not None else self._note(batches)
+        # Not one generator for all batches, through which each of them would pass.
+        return batches if self.fingerprint is not None else chain(self._note(batches), batches)
 
     def _note(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return an iterator over the first batch, which does not keep it."""
         for batch in batches:
             self.fingerprint = fingerprint_of(batch)
             yield batch
             del batch
-            break
-        yield from batches
+            return
 
 
 def fingerprint_of(batch: Any) -> str:
