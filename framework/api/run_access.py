@@ -171,7 +171,7 @@ class RunAccess(nn.Module):
 
     @property
     def device_mesh(self) -> None:
-        """None: no strategy splits single layers over a mesh of devices."""
+        """None: ``configure_tensor_parallel`` is given the mesh of the ranks that split layers."""
 
     def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
         """Return tensors of all ranks, stacked in a new first dimension; see ``Fabric.all_gather``. Collective."""

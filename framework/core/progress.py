@@ -45,38 +45,6 @@ class Progress:
         self.global_batch += batches
         self.attempts += 1
 
-    def updated(self) -> None:
-        """Count an update that was applied."""
-        self.global_step += 1
-
-    def published_step(self) -> None:
-        """Record that the values of the newest step were sent to the loggers."""
-        self.published = self.global_step
-
-    def judged(self) -> None:
-        """Record that schedulers have read the metrics of the newest step."""
-        self.judged_at = self.global_step
-
-    def validated(self) -> None:
-        """Record that a validation ended after the newest micro-batch."""
-        self.validated_at = self.global_batch
-
-    def hook_started(self, number: int) -> None:
-        """Record that the first ``number`` hooks of the epoch's start have begun."""
-        self.hooks_started = number
-
-    def cut_epoch(self) -> None:
-        """End the epoch before its data ends."""
-        self.epoch_cut = True
-
-    def end_epoch(self) -> None:
-        """Record that the last batch of the epoch and its hooks are done."""
-        self.epoch_ended = True
-
-    def resume_at(self, batch: int) -> None:
-        """Continue the epoch at this micro-batch of each rank."""
-        self.batch_in_epoch = batch
-
     def next_epoch(self) -> None:
         """Move to the start of the next epoch."""
         self.epoch += 1

@@ -97,14 +97,6 @@ class NonFiniteGuard:
         if self.policy == "raise" and self.run.world.size == 1:
             self.handle_loss()
 
-    def forget(self) -> None:
-        """Forget a non-finite loss of a window that is repeated."""
-        self.bad = None
-
-    def applied(self) -> None:
-        """Record that an update was applied."""
-        self.in_a_row = 0
-
     def agree(self) -> bool:
         """Whether any rank had a non-finite loss, for steps without another message that reports it. Collective."""
         if self.run.world.size == 1 or not self.sees_losses:

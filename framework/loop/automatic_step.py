@@ -62,7 +62,7 @@ class AutomaticStep(TrainingStep):
         super().__init__(run, transfer, nonfinite)
         module = run.module
         self.updater = run.updater
-        self.updater.defer_scale(False)
+        self.updater.defers_scale = False
         self.optimizer = run.optimizers[0]
         self.coming_windows = windows
         self._use_filler(lockstep_filler(run, transfer, windows))
@@ -116,7 +116,7 @@ class AutomaticStep(TrainingStep):
         if passes == 0:
             return False
         # Saves are refused until the update: a checkpoint in between would lose the accumulated gradients.
-        self.run.begin_window()
+        self.run.in_window = True
         self.has_loss = False
         final, ended = passes - 1, None
         for position in range(passes):
@@ -148,7 +148,7 @@ class AutomaticStep(TrainingStep):
     def _end_window(self, ended: tuple[Any, Any, int] | None, consumed: int, index: int) -> None:
         """Update, and call the hooks of the last micro-batch: its output, itself and its index, None without one."""
         self._update(*self.flags.read(self.guard.sees_losses), consumed, index)
-        self.run.end_window()
+        self.run.in_window = False
         # Callbacks may call collectives after an update, for example to save, so ranks without a loss call them too.
         if ended is not None and not self.epoch_skipped:
             self._end_batch(*ended)
@@ -158,7 +158,7 @@ class AutomaticStep(TrainingStep):
     def _run_single(self, batch: Any) -> None:
         """Run a window of one micro-batch on one rank: the same phases without weights, reductions and fillers."""
         index = self.progress.batch_in_epoch
-        self.run.begin_window()
+        self.run.in_window = True
         batch = self.start_batch(batch, index)
         output = None if self.epoch_skipped else self.forward(batch, index)
         loss = output if output.__class__ is Tensor else loss_of(output)
@@ -170,7 +170,7 @@ class AutomaticStep(TrainingStep):
             self.note_loss(loss)
             self._weighted_backward(loss, 1.0)
         self._update(loss is not None, self.guard.bad is not None, 1, index)
-        self.run.end_window()
+        self.run.in_window = False
         if self.batch_end and not self.epoch_skipped:
             self._end_batch(output, batch, index)
 
@@ -264,8 +264,8 @@ class AutomaticStep(TrainingStep):
             self.guard.handle_loss()
             self.updater.discard(self.optimizer)
         elif has_loss and self.apply(index):
-            self.guard.applied()
-            self.progress.updated()
+            self.guard.in_a_row = 0
+            self.progress.global_step += 1
             if self.averages is not None:
                 self.averages.after_step(self.progress.global_step - 1)
             if self.step_schedulers:

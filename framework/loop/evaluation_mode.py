@@ -45,14 +45,14 @@ def in_evaluation_mode(run: Run, prefix: str, inference_mode: bool) -> Generator
     inference = inference_mode and supported
     context = torch.inference_mode() if inference else torch.no_grad()
     ordinary = [each for each in run.module.parameters() if not each.is_inference()] if inference else []
-    run.set_evaluating(True)
+    run.evaluating = True
     try:
         with context:
             yield
     finally:
         if inference:
             _to_training(ordinary, run.module)
-        run.set_evaluating(False)
+        run.evaluating = False
         own_train = run.module_hook(f"on_{prefix}_model_train")
         for hook in own_train:
             hook()

@@ -225,7 +225,7 @@ class FitLoop:
     def _publish_if_due(self) -> None:
         progress = self.run.progress
         if progress.global_step % self.plan.log_every_n_steps == 0 and progress.global_step != progress.published:
-            progress.published_step()
+            progress.published = progress.global_step
             self.run.metrics.publish_step(progress)
 
     def _at_end(self) -> bool:
@@ -256,7 +256,7 @@ class FitLoop:
         self._cut_at = None if whole else state
         if whole:
             run.update_learning_rates("epoch")
-            progress.end_epoch()
+            progress.epoch_ended = True
         with logging_to(run, _REDUCED):
             for hook in after:
                 hook()
@@ -273,7 +273,7 @@ class FitLoop:
         for number, hook in enumerate(hooks):
             if number >= again:
                 rejoin(run)
-                run.progress.hook_started(number + 1)
+                run.progress.hooks_started = number + 1
                 hook()
                 continue
             log = run.module.log_to(None)

@@ -114,7 +114,7 @@ class FitValidation:
 
             def validated() -> None:
                 repeated.close()
-                run.progress.validated()
+                run.progress.validated_at = run.progress.global_batch
 
             evaluate(run, plan.validation, validated)
         run.train_log.in_step = in_step
@@ -128,7 +128,7 @@ class FitValidation:
         whole = plan.validation
         limit = plan.sanity_batches
         short = [limit if own is None else own if limit is None else min(own, limit) for own in whole.limits]
-        run.set_sanity_checking(True)
+        run.sanity_checking = True
         trial = EvaluationPlan(
             whole.stage, whole.sources, short, whole.transfer, whole.inference_mode, noted=whole.noted
         )
@@ -136,6 +136,6 @@ class FitValidation:
             run.call("on_sanity_check_start")
             evaluate(run, trial)
             run.call("on_sanity_check_end")
-        run.set_sanity_checking(False)
+        run.sanity_checking = False
         self.logged = set(run.metrics.view("callback"))
         run.metrics.clear()

@@ -86,7 +86,7 @@ class JointStep(AutomaticStep):
             first = self._start(fetched, index)
         # The part of each micro-batch's weight that is in this rank's part of its sequences.
         shares = [self.strategy.part.share]
-        self.run.begin_window()
+        self.run.in_window = True
         self.has_loss, self.outputs = False, {}
         started = [first] if count else []
         for position in range(1, count):
@@ -142,7 +142,7 @@ class JointStep(AutomaticStep):
         if computes:
             return losses, self.outputs
         self.log.show(values_shown)
-        self.keep_loss(losses[-1])
+        self.run.latest_loss = losses[-1]
         return losses, {at: {"loss": loss} for at, loss in enumerate(losses)} | further
 
     def _run(self, batches: list[Any], indices: list[int], counts: list[tuple[float, float]], losses: Tensor) -> None:

@@ -88,7 +88,7 @@ class ManualOptimizer:
         else:
             with self._uncounted(closure):
                 if fabric.updater(optimizer, hooks, apply, blind=closure is not None):
-                    self._guard.applied()
+                    self._guard.in_a_row = 0
                     self._applied()
         self.reduced = False
         return result

@@ -50,7 +50,7 @@ class ManualStep(TrainingStep):
         ]
         run.use_manual(self.manual_optimizers, self.manual_backward)
         self.updater = run.updater
-        self.updater.defer_scale(True)
+        self.updater.defers_scale = True
         # Methods of the optimizer's own, such as the second step of SAM, call the step of an optimizer inside.
         run.at_end.callback(register_optimizer_step_post_hook(self._any_stepped).remove)
 
@@ -86,7 +86,7 @@ class ManualStep(TrainingStep):
     def _count(self) -> None:
         self.is_counted = True
         progress = self.progress
-        progress.updated()
+        progress.global_step += 1
         self.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         if self.averages is not None:
             self.averages.after_step(progress.global_step - 1)
@@ -153,7 +153,7 @@ class ManualStep(TrainingStep):
         self.updater.finish()
         self.in_step, self.is_counted = False, self.stepped
         if self.stepped:
-            self.progress.updated()
+            self.progress.global_step += 1
         self.advance(consumed)
         if self.stepped and self.averages is not None:
             self.averages.after_step(self.progress.global_step - 1)

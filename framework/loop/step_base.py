@@ -55,7 +55,6 @@ class TrainingStep:
         self.reads_loss = run.device_type == "cpu"
         watches = nonfinite == "raise" and run.device_type == "cuda"
         self.watch = DeviceLossWatch(self.report, self.judge) if watches else None
-        self.keep_loss = run.keep_loss
         self.spikes = LossSpikes()
         self.meter = run.meter
         self.count_samples = SampleCount() if run.meter.unit == "samples" else None
@@ -109,9 +108,9 @@ class TrainingStep:
                     self.meet_nonfinite(number)
             elif self.spikes(number, self.index):
                 self.report_spike(number, self.progress.global_step)
-            self.keep_loss(number)
+            self.run.latest_loss = number
         else:
-            self.keep_loss(loss.detach())
+            self.run.latest_loss = loss.detach()
             if self.watch is not None:
                 self.watch(loss, self.progress.global_step, self.index)
 
@@ -175,7 +174,7 @@ class TrainingStep:
     def go_back(self, spikes: LossSpikes) -> None:
         """Forget the losses of a window that is repeated; ``spikes``: those before it."""
         self.spikes = spikes
-        self.guard.forget()
+        self.guard.bad = None
 
     def refresh(self) -> None:
         """Refresh the values that may change between epochs. Collective."""

@@ -27,7 +27,7 @@ class WindowState:
         run = step.run
         run.train_log.go_back(self._log)
         self._buffers.restore()
-        run.keep_loss(self._latest_loss)
+        run.latest_loss = self._latest_loss
         run.meter.drop_step()
         step.go_back(self._spikes)
 

@@ -44,10 +44,6 @@ class Updater:
         self.guarded = skip_nonfinite or self.scaler is not None
         self.on_nonfinite_gradients = on_nonfinite_gradients
 
-    def defer_scale(self, enabled: bool) -> None:
-        """Choose whether the loss scale is adapted only in ``finish``, or after each update."""
-        self.defers_scale = enabled
-
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, once for each update."""
         if self.scaler is not None and id(optimizer) not in self._unscaled:

@@ -70,7 +70,7 @@ class LearningRates:
         progress = self.progress
         if progress.judged_at == progress.global_step:
             return
-        progress.judged()
+        progress.judged_at = progress.global_step
         if self._advances:
             for config in self.schedulers:
                 if config.interval == "step" and config.needs_metric and progress.global_step % config.frequency == 0:

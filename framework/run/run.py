@@ -41,6 +41,7 @@ class Run(LearningRates):
 
     seed = 0
     in_window = False
+    """Whether gradients are partly accumulated; checkpoints are refused then."""
     _may_stop: Callable[[], bool] | None = None
     is_stopped = False
     """Whether the fit has stopped before a step for which it had taken a batch."""
@@ -75,6 +76,7 @@ class Run(LearningRates):
         self.train_log = MetricLog("train", self.world, module)
         self.triggers.compare_names(self.train_log)
         self.latest_loss: Any = None
+        """The loss of the newest micro-batch, for the progress bar and optimizer closures."""
         self.redone_from: dict[str, Any] | None = None
         """This rank's state at the start of a section that a resumed run repeats; None outside of such sections."""
         self.marks: list[tuple[str, dict[str, Any]]] | None = None
@@ -107,26 +109,6 @@ class Run(LearningRates):
 
     # ---- state of the loops ---------------------------------------------------------------------------------------
 
-    def keep_loss(self, loss: float | Tensor) -> None:
-        """Keep the loss of the newest micro-batch, for the progress bar and optimizer closures."""
-        self.latest_loss = loss
-
-    def begin_window(self) -> None:
-        """Refuse checkpoints until ``end_window``: gradients are partly accumulated."""
-        self.in_window = True
-
-    def end_window(self) -> None:
-        """Allow checkpoints again: the update was applied or skipped."""
-        self.in_window = False
-
-    def set_evaluating(self, evaluating: bool) -> None:
-        """Record whether an evaluation is in progress."""
-        self.evaluating = evaluating
-
-    def set_sanity_checking(self, checking: bool) -> None:
-        """Record whether the sanity check of the validation loop is in progress."""
-        self.sanity_checking = checking
-
     def replay_from(self, state: dict[str, Any] | None) -> None:
         """Mark the start of a section that a resumed run replays: checkpoints hold this state. None ends it."""
         self.redone_from = state
@@ -144,14 +126,6 @@ class Run(LearningRates):
                 "never reach it: resume from the newest checkpoint, with ckpt_path='auto'."
             )
 
-    def continue_counting(self, progress: Progress) -> None:
-        """Continue the counters of an earlier fit."""
-        self.progress = progress
-
-    def use_seed(self, seed: int) -> None:
-        """Derive the data order and the random generators from this seed."""
-        self.seed = seed
-
     def resume_from(self, checkpoint: Path) -> None:
         """Record the checkpoint that this run was restored from."""
         self.resumed = checkpoint, self.progress.global_batch
@@ -163,10 +137,6 @@ class Run(LearningRates):
     def use_optimizers(self, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
         """Train with these optimizers and schedulers."""
         self.optimizers, self.schedulers = optimizers, schedulers
-
-    def use_accumulation(self, schedule: AccumulationSchedule) -> None:
-        """Accumulate gradients according to this schedule."""
-        self.accumulation = schedule
 
     # ---- hooks ----------------------------------------------------------------------------------------------------
 
@@ -231,7 +201,7 @@ class Run(LearningRates):
             self.note(text)
 
     def _cut_epoch(self, sent: Sent) -> None:
-        self.progress.cut_epoch()
+        self.progress.epoch_cut = True
 
     def _withdraw_stop(self, sent: Sent) -> None:
         self.stop_requested = self.preempted_by is not None

@@ -81,7 +81,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     session.attach_loggers()
     _prepare(run, request, "fit")
     restore_data_module(run, checkpoint)
-    run.use_accumulation(session.accumulation)
+    run.accumulation = session.accumulation
     data = _data(session, run, request)
     loop = build_loop(session, run, data, request, checkpoint)
     session.attach_loop(loop)
@@ -273,7 +273,7 @@ def _restore(loop: FitLoop, resumption: Resumption, resume_point: Origin) -> Non
     restore_run(run, resumption)
     progress = run.progress
     if loop.windows.resumed_at is not None:
-        progress.resume_at(source.batches_before(loop.windows.resumed_at))
+        progress.batch_in_epoch = source.batches_before(loop.windows.resumed_at)
         warn_of_other_data(run, checkpoint.document.get("data"), source.described())
     if resume_point.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))

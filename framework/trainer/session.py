@@ -159,7 +159,7 @@ class Session:
         """Make a run the current one; an evaluation continues the counters of the last fit."""
         self.run = run
         if run.stage != "fit":
-            run.continue_counting(self.last_progress)
+            run.progress = self.last_progress
 
     def attach_loop(self, loop: FitLoop) -> None:
         """Make a loop the current one."""
@@ -178,7 +178,7 @@ class Session:
         """Derive the data order and the generators of the current run from this seed."""
         self.seed = seed
         if self.run is not None:
-            self.run.use_seed(seed)
+            self.run.seed = seed
 
     def use_accumulation(self, schedule: AccumulationSchedule) -> None:
         """Accumulate gradients according to this schedule in the next fit."""
