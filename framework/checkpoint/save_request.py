@@ -37,7 +37,3 @@ class SaveRequest:
     """Called on every rank, on the training thread, with the error of a failed save or None."""
     step: int = 0
     """The optimizer step at which the run was captured."""
-
-    def captured_at(self, step: int) -> None:
-        """Record the optimizer step at which the run was captured."""
-        self.step = step

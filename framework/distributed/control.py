@@ -98,10 +98,6 @@ class Triggers:
         if self.world.counts_data:
             self.table = table
 
-    def sum_up(self, tally: Tally) -> None:
-        """Sum the numbers of ``tally`` over the ranks, in every step and in ``agree``."""
-        self.tally = tally
-
     # ---- handlers -------------------------------------------------------------------------------------------------
 
     def on(self, signal: Signal, handler: Callable[[Sent], None]) -> None:

@@ -255,7 +255,7 @@ class Checkpoints:
         applied, optimizers = own.get("applied", ()), prepared.optimizers
         if len(applied) == len(optimizers):
             for one, count in zip(optimizers, applied, strict=True):
-                one.load_applied(int(count))
+                one.applied = int(count)
             for scheduler in prepared.schedulers:
                 scheduler.catch_up()
 

@@ -222,10 +222,6 @@ class FabricOptimizer(Proxy):
         else:
             self.optimizer.zero_grad(set_to_none=False)
 
-    def load_applied(self, count: int) -> None:
-        """Set the number of updates to that of a checkpoint."""
-        self.applied = count
-
     @property
     def _evaluates_first(self) -> bool:
         """Whether a closure runs before the update: its gradients are scaled, unscaled or applied outside the original.

@@ -64,10 +64,6 @@ class EvaluationPlan:
         """Report a loader once in this plan and the other."""
         self.noted = other.noted
 
-    def count_in(self, seen: dict[int, int]) -> None:
-        """Count the batches of each loader in this dict from now on."""
-        self.seen = seen
-
     @property
     def prefix(self) -> str:
         """The prefix of the names of the stage's hooks and step."""

@@ -62,7 +62,7 @@ class FitLoop:
         self._compared_ranks = False
         self._cut_at: dict[str, Any] | None = None
         """The state of this rank before the end of an epoch that a stop has cut short."""
-        run.triggers.sum_up(run.meter)
+        run.triggers.tally = run.meter
         run.allow_stops(self._may_stop_before_step)
         self.ended: EndedFit | None = None
         """The state of the end of the fit, once that is reached."""

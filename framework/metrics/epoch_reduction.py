@@ -51,7 +51,7 @@ def exchange(
     names = dict.fromkeys(name for part in gathered for name in part.kinds)
     known = {name: entries.get(name) or _placeholder(name, gathered) for name in names}
     for name, entry in known.items():
-        entry.move_to_loader(_first_loader(name, gathered))
+        entry.loader = _first_loader(name, gathered)
     values = {name: _number(_parts_of(name, gathered)) for name in names if not _is_metric(name, gathered)}
     values |= _metric_values(world, entries, gathered, [name for name in names if name not in values])
     return {known[name]: values[name] for name in names}, any(part.more for part in gathered)

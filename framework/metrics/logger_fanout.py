@@ -54,7 +54,7 @@ class LoggerFanout:
         for observe in self._observers:
             observe(metrics, step)
         for writer in self._writers:
-            writer.note_step(step)
+            writer.newest_step = step
         self._send("log_metrics", dict(metrics), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:

@@ -52,10 +52,6 @@ class LoggerThread:
         """The number of calls that have not been made yet."""
         return len(self._calls)
 
-    def note_step(self, step: int) -> None:
-        """Note the step of metrics that are about to be sent."""
-        self.newest_step = step
-
     def take_lost(self) -> int:
         """Return the number of calls that were dropped since this was called last."""
         lost, self.lost = self.lost, 0

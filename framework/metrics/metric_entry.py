@@ -110,10 +110,6 @@ class Entry:
         """Take the epoch value from a torchmetrics ``Metric`` instead of from the sums."""
         self.metric = metric
 
-    def move_to_loader(self, loader: int | None) -> None:
-        """Report the name with the metrics of another evaluation loader."""
-        self.loader = loader
-
     # ---- names ----------------------------------------------------------------------------------------------------
 
     @property

@@ -141,7 +141,7 @@ class Saver:
         error: BaseException | None = None
         with run.heartbeat.section("save"):
             snapshot = capture_run(run, self._windows, run.seed, request.weights_only)
-            request.captured_at(run.progress.global_step)
+            request.step = run.progress.global_step
             if request.asynchronous:
                 self._write_behind(request, snapshot)
                 return

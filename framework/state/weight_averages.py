@@ -57,10 +57,6 @@ class Averages:
         """Evaluate and save the weights to evaluate of these optimizers, if there are any."""
         self.switched = switched if switched else None
 
-    def use_statistics(self, recompute: Callable[[Average], None] | None) -> None:
-        """Set the function that recomputes batch statistics of averages; None if the module has none."""
-        self.recompute = recompute
-
     # ---- updates and evaluation -----------------------------------------------------------------------------------
 
     def after_step(self, step_idx: int) -> None:

@@ -84,7 +84,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     run.accumulation = session.accumulation
     data = _data(session, run, request)
     loop = build_loop(session, run, data, request, checkpoint)
-    session.attach_loop(loop)
+    session.loop = loop
     run.saver.follow(loop.windows)
     pretrained = place_model(session, run, request, training=True, checkpoint=checkpoint)
     _configure_optimizers(run, settings)
@@ -130,7 +130,7 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
         session.records.weights_replaced(request.module, checkpoint.path)
         session.records.keep_checkpoint(checkpoint.path)
     plan = evaluation_plan(session, stage, sources)
-    session.attach_evaluation(plan)
+    session.evaluation = plan
     precision = run.precision
     plan.use_transfer(
         batch_transfer(run.world.device, precision, request.module, request.datamodule, run.strategy.part)
@@ -213,7 +213,7 @@ def _attach_step(
     statistics = statistics_pass(
         run, partial(data.loaders, "train"), lambda: data.evaluation("train")[0], transfer, full
     )
-    run.averages.use_statistics(statistics)
+    run.averages.recompute = statistics
     run.averages.use_switched(SwitchedWeights(run.module, run.strategy, run.optimizers))
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
     # Checked before the ranks start too, but strategy="auto" has been replaced since then.

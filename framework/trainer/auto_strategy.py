@@ -122,7 +122,7 @@ def choose_micro_batch(session: Session, request: StageRequest) -> None:
     Without an estimate, or if even one sample would not fit by it, that is a rank's whole part of a global batch.
     """
     whole = session.settings.global_batch
-    session.begin_micro_batches_with(None if whole is None else whole.first)
+    session.first_micro_batch = None if whole is None else whole.first
     if whole is None or not whole.is_found or whole.first is not None:
         return
     resources, name = session.fabric.resources, session.fabric.strategy.name
@@ -131,7 +131,7 @@ def choose_micro_batch(session: Session, request: StageRequest) -> None:
     plan = _plan(session, request.module, memory, _maximum(measured), resources, (name,))
     share = whole.share(resources.data_size)
     size = first_micro_batch(plan, name, resources.precision, share)
-    session.begin_micro_batches_with(size)
+    session.first_micro_batch = size
     if size is not None and size < share:
         session.note(
             f"micro_batch_size='auto' begins with {counted(size, 'sample')} of the {share} of a rank, since by the "

@@ -55,7 +55,7 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
         found = data.evaluation("validate", sequential=bool(settings.overfit_batches))
         validation = evaluation_plan(session, "validate", found)
         if validation is not None:
-            validation.count_in(run.evaluated_batches)
+            validation.seen = run.evaluated_batches
         elif not data.provides("validate"):
             session.note(
                 f"{type(run.module).__name__} has a validation_step, but there is no validation loader, so this fit "

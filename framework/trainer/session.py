@@ -161,14 +161,6 @@ class Session:
         if run.stage != "fit":
             run.progress = self.last_progress
 
-    def attach_loop(self, loop: FitLoop) -> None:
-        """Make a loop the current one."""
-        self.loop = loop
-
-    def attach_evaluation(self, plan: EvaluationPlan) -> None:
-        """Make a plan of ``validate``, ``test`` or ``predict`` the current one."""
-        self.evaluation = plan
-
     def plan_of(self, stage: str) -> EvaluationPlan | None:
         """Return the plan of the current run for an evaluation stage; None if it has none."""
         plan = self.loop.plan.validation if self.loop is not None else self.evaluation
@@ -183,10 +175,6 @@ class Session:
     def use_accumulation(self, schedule: AccumulationSchedule) -> None:
         """Accumulate gradients according to this schedule in the next fit."""
         self.accumulation = schedule
-
-    def begin_micro_batches_with(self, size: int | None) -> None:
-        """Let the next fit, if it finds the size of its micro-batches, begin with this one."""
-        self.first_micro_batch = size
 
     def use_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Replace the callbacks, to which the module of a stage may add its own."""
@@ -206,7 +194,7 @@ class Session:
         """Retain the counters, metrics and optimizers of the current run after its end."""
         if self.loop is not None:
             self.records.keep_fit(self.loop)
-            self.records.keep_end(self.loop.ended if self.state.finished else None)
+            self.records.ended_fit = self.loop.ended if self.state.finished else None
         if self.run is not None:
             self.last_progress = self.run.progress
             self.last_metrics = {kind: self.run.metrics.view(kind) for kind in self.last_metrics}

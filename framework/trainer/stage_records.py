@@ -118,10 +118,6 @@ class StageRecords:
         finally:
             self.length = known
 
-    def keep_end(self, ended: EndedFit | None) -> None:
-        """Retain the state of the end of a fit."""
-        self.ended_fit = ended
-
     def weights_replaced(self, module: TrainModule, checkpoint: Path) -> None:
         """Record that an evaluation has loaded a checkpoint into a module."""
         if self.ended_fit is not None:
