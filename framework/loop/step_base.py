@@ -164,7 +164,7 @@ class TrainingStep:
         self.index = index
         self.log.begin_batch(batch, self.strategy.part.share)
         if self.count_samples is not None:
-            self.meter.add(self.count_samples(batch))
+            self.meter.open_units += self.count_samples(batch)
         for hook in self.batch_start:
             if hook(batch, index) == -1:
                 self.epoch_skipped = True

@@ -78,10 +78,6 @@ class Meter:
 
     # ---- counting, in every step ------------------------------------------------------------------------------------
 
-    def add(self, units: float) -> None:
-        """Count units of the step in progress."""
-        self.open_units += units
-
     def adding(self, weight: Callable[[Any], Any]) -> Callable[[Any], float]:
         """Return ``weight``, the results of which are counted as units."""
 
