@@ -64,6 +64,16 @@ def test_a_crash_takes_precedence_over_tracebacks_of_other_ranks(crash: signal.S
     assert verdict.message.partition(";")[0].endswith(f"was killed by {crash.name}")
 
 
+def test_a_crash_that_follows_another_is_not_at_fault(tmp_path: Path) -> None:
+    # Rank 0 crashes as it is ended because of rank 1.
+    ready = tmp_path / "ready"
+    follows = f"sh -c \"trap 'kill -BUS \\$\\$' TERM; touch {ready}; while :; do sleep 0.01; done\""
+    crashes = f"sh -c 'while [ ! -e {ready} ]; do sleep 0.01; done; kill -SEGV $$'"
+    verdict = watch(tmp_path, follows, crashes)
+    assert verdict.exit_code == 128 + signal.SIGSEGV
+    assert verdict.message.startswith("rank 1 (pid ")
+
+
 def test_a_signal_without_a_name_is_shown_by_number(tmp_path: Path) -> None:
     verdict = watch(tmp_path, "sh -c 'kill -40 $$'", SLEEP)
     assert verdict.exit_code == 168
