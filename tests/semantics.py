@@ -14,6 +14,7 @@ is right, refused or wrong: see ``semantic_cells.py``. The command ends with 1 i
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -153,7 +154,7 @@ def sentences(verdicts: Mapping[Cell, Verdict]) -> str:
     found: dict[tuple[str, str], list[str]] = {}
     for cell, verdict in verdicts.items():
         if verdict.word == REFUSED:
-            sentence = " ".join(verdict.what.partition(": ")[2].split())
+            sentence = re.sub(r"^rank \d+ \(pid \d+\)", "a rank", " ".join(verdict.what.partition(": ")[2].split()))
             names = found.setdefault((cell.action, sentence), [])
             if cell.layout.strategy not in names:
                 names.append(cell.layout.strategy)
