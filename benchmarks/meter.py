@@ -62,7 +62,7 @@ def _counting(steps: int, ranks: int, batch: Any) -> float:
         if batch is None:
             weigh(batch)
         else:
-            counter.add(samples(batch))
+            counter.open_units += samples(batch)
         if ranks > 1:
             _share(counter, clock)
         counter.end_step(began, fetched)
