@@ -95,12 +95,14 @@ class ProgramState:
 
     @staticmethod
     def put_back(taken: Taken) -> None:
-        """Write a record back, except elements of tensors that were changed in place."""
+        """Write a record back, except buffers, and elements of tensors that were changed in place."""
         for _, holder, content in taken:
             if isinstance(holder, Tensor):
                 continue
             if isinstance(holder, nn.Module):
                 for change in list(_changes((), holder, content)):
+                    if change.key in holder._buffers:
+                        continue
                     if change.key in content:
                         setattr(holder, change.key, content[change.key])
                     else:
@@ -181,6 +183,7 @@ def sendable(value: Any) -> Any:
     try:
         pickle.dumps(value)
     except Exception:
+        # The methods by which a class of the program is pickled may raise anything.
         return NotImplemented
     return value
 

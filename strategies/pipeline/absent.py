@@ -70,7 +70,7 @@ def _absent(leaf: Any) -> Any:
 
 
 class BlockMarks:
-    """What a block leaves in its attributes, and in containers among its arguments, such as an auxiliary loss.
+    """The side effects of a block on its attributes and on containers among its arguments, such as an auxiliary loss.
 
     A block that this rank holds shows it once. Blocks that it does not hold leave absent values at the same places, so
     that a step which reads them is refused.

@@ -2,8 +2,8 @@
 
 The user's step runs on every stage. A block of another stage computes nothing: it returns hidden states without values,
 or, right before the first block of this stage, those that were received. The output of the last block of this stage is
-handed over, and the next call of a block ends the pass: what follows is the work of the other stages. An evaluation
-goes on: the rank with the last stage sends the output of the last block to all.
+handed over, and the next call of a block ends the pass: what follows is the work of the other stages. In an evaluation
+the step runs to its end on each rank: the rank with the last stage broadcasts the output of the last block.
 """
 
 from __future__ import annotations

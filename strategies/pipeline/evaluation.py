@@ -22,8 +22,8 @@ from .streams import SharedDraws
 class Evaluation:
     """Runs steps of an evaluation on the stages of this rank.
 
-    The rank with the last stage sends the output of the last block to the other ranks, on which the step goes on too:
-    what a program returns, logs, keeps or writes in a step is the same on all ranks of a pipeline.
+    The rank with the last stage broadcasts the output of the last block, and every rank runs the rest of the step with
+    it. So a step returns, logs and stores the same values on all ranks of a pipeline.
 
     Args:
         world: the ranks.

@@ -1,8 +1,8 @@
-"""What a step keeps beside weights, on all ranks of a pipeline: that of the rank with the last stage.
+"""The attributes that a training step changes, made equal on all ranks of a pipeline.
 
-The step runs on each rank, to its end on the rank with the last stage alone. What it keeps there, such as a list of
-losses, is sent to the other ranks after each window, in place of what they kept. Where a step depends on what it kept
-for an earlier micro-batch of a window, stages would compute different inputs of the first block: that is refused.
+The step runs on each rank, to its end on the rank with the last stage alone. The changes that it makes there, such as
+appending a loss to a list, replace those of the other ranks after each window. If a step depends on attributes that it
+changed for an earlier micro-batch of the window, the ranks compute other inputs of the first block: that is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What steps, hooks and callbacks keep, read and return is the same on all ranks of a pipeline, or refused."""
+"""Attributes, outputs and logged values of steps are equal on all ranks of a pipeline, or the step is refused."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.framework.diagnostics.isolated_step import isolated
 from phalanx.framework.diagnostics.program_state import Large, ProgramState, packed
 
 
@@ -79,6 +80,16 @@ def test_a_state_is_put_back_in_the_same_containers() -> None:
     state.put_back(taken)
     assert module.outputs["train"] is outputs
     assert described(module) == described(plain)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_isolated_step_may_replace_buffers_where_these_are_not_kept(keeps: bool) -> None:
+    module = Keeps()
+    with isolated(module, keep_buffers=keeps):
+        module.count += 1
+        module.seen = torch.ones(2)
+    assert module.count == 0
+    assert module.seen.tolist() == ([0.0, 0.0] if keeps else [1.0, 1.0])
 
 
 def test_parts_that_are_left_out_and_long_lists() -> None:
