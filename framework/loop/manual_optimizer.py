@@ -32,12 +32,14 @@ class ManualOptimizer:
         guard: NonFiniteGuard,
         average: BackwardAverage | None,
         applied: Callable[[], None],
+        check_weighed: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
         self._guard = guard
         self._run = run
         self._average = average
         self._applied = applied
+        self._check_weighed = check_weighed
         self._reduced_before = run.traits.reduces_in_backward
         self._closes = closes_windows(run.traits)
         self.reduced = False
@@ -74,6 +76,7 @@ class ManualOptimizer:
         if closure is None:
             if not self._is_checked:
                 self._check_gradients()
+            self._check_weighed()
             self.reduce()
         elif fabric.updater.guarded:
             raise ConfigurationError(

@@ -237,6 +237,20 @@ class ShardedModel:
         if inside:
             self.root.unshard()
 
+    def check_reduced(self) -> None:
+        """Refuse an update after a pass that was not run by ``backward`` and computed gradients of the root alone.
+
+        Raises:
+            ConfigurationError: such gradients are there.
+        """
+        if not (self.sharding.backward_inside and self.syncs):
+            return
+        if any(each._unsharded_param.grad is not None for each in self.gradients.parameters()):
+            raise ConfigurationError(
+                "Gradients of sharded weights were computed by loss.backward(), which does not average them over "
+                "ranks here: call self.manual_backward(loss)."
+            )
+
     def drop_unreduced(self, optimizer: Optimizer) -> None:
         """Drop unreduced gradients of a window that was interrupted."""
         if self._unreduced:

@@ -287,6 +287,8 @@ class FSDPStrategy(Strategy):
         """
         if self._known is not None:
             self._known.check(optimizer)
+        if self._sharded is not None:
+            self._sharded.check_reduced()
         pause = self._pauses.get(optimizer)
         before: Any = optimizer._optimizer_step_pre_hooks
         if pause is not None and next(reversed(before)) != pause.id:

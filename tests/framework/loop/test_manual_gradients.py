@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.core.errors import DataError
+from phalanx.framework.core.errors import ConfigurationError, LoopError
 
 ROWS, STEP = 24, 8
 
@@ -127,26 +127,110 @@ def test_updates_in_hooks_count_for_limits_and_checkpoints(tmp_path: Any) -> Non
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {"step=2.ckpt", "step=4.ckpt"}
 
 
-def dropping(rows: int) -> str:
-    notes: list[str] = []
-    trainer = silent_trainer(devices=2, strategy="ddp", max_epochs=2)
-    module = Clipping("usual")
-    module.on_fit_start = lambda: setattr(module._run, "note", notes.append)  # type: ignore[method-assign]
+class Adversary(TrainModule):
+    """Two models, of which one is trained in every second batch; ``plain`` leaves ``manual_backward`` out."""
+
+    automatic_optimization = False
+
+    def __init__(self, plain: bool = False) -> None:
+        super().__init__()
+        self.net, self.critic, self.plain = net(), nn.Linear(1, 1), plain
+        nn.init.constant_(self.critic.weight, 0.5)
+        self.batches, self.seen = 0, set[float]()
+
+    def losses(self, batch: Any) -> tuple[Tensor, Tensor]:
+        made = self.net(batch[0])
+        return (made - batch[1]).square().mean(), (self.critic(made.detach()) - batch[1]).abs().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        net_optimizer, critic_optimizer = self.optimizers()
+        loss, critic_loss = self.losses(batch)
+        if self.trainer.world_size > 1:
+            self.seen |= set(self.all_gather(batch[0][:, 0]).flatten().tolist())
+        self.log("loss", loss, on_epoch=True)
+        self.batches += 1
+        backward = Tensor.backward if self.plain else self.manual_backward
+        if self.batches % 2:
+            backward(critic_loss)
+            critic_optimizer.step()
+            critic_optimizer.zero_grad()
+        backward(loss)
+        net_optimizer.step()
+        net_optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.net.parameters(), lr=0.05), torch.optim.SGD(self.critic.parameters(), lr=0.1)]
+
+
+def uneven(num_ranks: int, rows: int, strategy: str, plain: bool = False) -> tuple[Tensor, int, set[float], float]:
+    trainer = silent_trainer(devices=num_ranks, strategy=strategy, max_epochs=2)
+    module = Adversary(plain)
     trainer.fit(module, data(2, rows))
-    return "\n".join(notes)
+    return weights_of(module), trainer.global_step, module.seen, float(trainer.callback_metrics["loss"])
 
 
-def test_batches_that_not_every_rank_has() -> None:
-    says([each for each in run_on_ranks(2, dropping, 5) if each], "last batch")
+def uneven_by_hand(num_ranks: int, rows: int) -> tuple[Tensor, int, set[float], float]:
+    """Train with the mean over the batches of all ranks that have one."""
+    data_set: Any = data(2, rows).dataset
+    x, y = data_set.tensors
+    module = Adversary()
+    optimizers, steps = module.configure_optimizers(), 0
+    for _ in range(2):
+        logged = []
+        for start in range(0, rows, 2 * num_ranks):
+            group = torch.arange(start, min(start + 2 * num_ranks, rows))
+            parts = [part for part in group.tensor_split(num_ranks) if len(part)]
+            losses = [module.losses((x[part], y[part])) for part in parts]
+            logged += [(loss.item(), len(part)) for (loss, _), part in zip(losses, parts, strict=True)]
+            for number in (1, 0) if steps % 2 == 0 else (0,):
+                torch.stack([each[number] for each in losses]).mean().backward(retain_graph=True)
+                optimizers[number].step()
+                optimizers[number].zero_grad()
+            steps += 1
+    mean = sum(loss * count for loss, count in logged) / sum(count for _, count in logged)
+    return weights_of(module), steps, set(x[:, 0].tolist()), mean
 
 
-def refusing() -> None:
-    with refuses(DataError, "1 batch"):
-        dropping(1)
+# Without a last batch: one rank of two or three, or two of three; in the last case of each, without any batch.
+@pytest.mark.parametrize(
+    ("num_ranks", "rows", "strategy"),
+    [(2, 9, "ddp"), (2, 5, "fsdp"), (2, 1, "ddp"), (3, 14, "ddp"), (3, 13, "fsdp"), (3, 2, "ddp")],
+)
+def test_batches_that_not_every_rank_has(num_ranks: int, rows: int, strategy: str) -> None:
+    weights, steps, seen, loss = uneven_by_hand(num_ranks, rows)
+    found = run_on_ranks(num_ranks, uneven, num_ranks, rows, strategy)
+    torch.testing.assert_close(found[0][0], weights, rtol=1e-5, atol=1e-6)
+    for each in found:
+        assert each[1:3] == (found[0][1], seen)
+        assert each[3] == pytest.approx(loss, rel=1e-5)
+    assert found[0][1] == steps
 
 
-def test_data_of_which_not_every_rank_has_a_batch() -> None:
-    run_on_ranks(2, refusing)
+class Direct(Clipping):
+    """Calls ``backward`` of the loss."""
+
+    def update(self, batch: Any, optimizer: Any) -> None:
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+def unweighed(strategy: str) -> None:
+    with refuses(LoopError, "manual_backward"):
+        silent_trainer(devices=2, strategy=strategy, max_epochs=2).fit(Direct("usual"), data(2, 9))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_repeated_batches_need_manual_backward(strategy: str) -> None:
+    run_on_ranks(2, unweighed, strategy)
+
+
+def direct() -> None:
+    with refuses(ConfigurationError, "manual_backward"):
+        uneven(2, 8, "fsdp", plain=True)
+
+
+def test_sharded_gradients_of_loss_backward_that_are_not_averaged() -> None:
+    run_on_ranks(2, direct)
 
 
 class Forgetful(Clipping):
