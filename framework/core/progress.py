@@ -39,12 +39,6 @@ class Progress:
         """The number of epochs that have ended."""
         return self.epoch + self.epoch_ended
 
-    def consumed(self, batches: int) -> None:
-        """Count a window of micro-batches, whether or not its update was applied."""
-        self.batch_in_epoch += batches
-        self.global_batch += batches
-        self.attempts += 1
-
     def next_epoch(self) -> None:
         """Move to the start of the next epoch."""
         self.epoch += 1

@@ -112,9 +112,9 @@ class CollectiveTrace:
         patch(patches, strategy, "sync_gradients", self._noting_sync(strategy.sync_gradients))
         backward = self._before_backward(strategy.backward)
         patch(patches, strategy, "backward", backward)
-        if "backward" in vars(step):
-            # The step holds a bound reference to the strategy's method, so patching the strategy has no effect on it.
-            patch(patches, step, "backward", backward)
+        if (passes := getattr(step, "passes", None)) is not None:
+            # They hold a bound reference to the strategy's method, so patching the strategy has no effect on them.
+            patch(patches, passes, "run_backward", backward)
 
     def report_exit(self, error: BaseException) -> None:
         """Notify ranks that wait for this one that it has left the fit. Not collective."""

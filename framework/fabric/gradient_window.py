@@ -122,9 +122,10 @@ class GradientWindow:
         """Begin a micro-batch of a window that is known as a whole; gradients are reduced in the last one."""
         self.inside, self.sync = True, is_last
 
-    def whole_factor(self, weight: float) -> float:
-        """Return the factor of the loss of a micro-batch in a window that is known as a whole."""
-        return weight / self._mean if self._mean else 0.0
+    @property
+    def mean_weight(self) -> float:
+        """The weight, averaged over ranks, of a window that is known as a whole."""
+        return self._mean or 0.0
 
     def leave(self) -> None:
         """End a micro-batch, and a window that is known as a whole also where a step has failed."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.accumulation import AccumulationSchedule
-from ..core.precision import Precision
+from ..core.precision import LossScaler, Precision
+from ..window.passes import weighted
 from .clipping import Clipping
 from .collectives import Collectives
 from .gradient_window import GradientWindow, check_weight
@@ -80,13 +81,12 @@ class Training(Clipping):
             for each in prepared.engines if engine is None else [engine]:
                 each.leave_closed_window()
         strategy = prepared.strategy if engine is None else engine.strategy
-        strategy.backward(self.scaled(loss, factor), **options)
+        strategy.backward(weighted(loss, factor, self._scaler), **options)
 
-    def scaled(self, loss: Tensor, factor: float) -> Tensor:
-        """Return a loss multiplied by a factor and by the loss scale."""
-        if self._scaler is not None:
-            factor *= self._scaler.scale
-        return loss if factor == 1.0 else loss * factor
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scale; None without one, or if the strategy has its own."""
+        return self._scaler
 
     def _factor_alone(self, weight: float | None) -> float:
         """Return the factor of a loss outside ``accumulate``: its weight in the mean over ranks.

@@ -8,7 +8,7 @@ reduction; it also shows whether they have the same number of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from ..core.errors import ConfigurationError, DesyncError, is_count
 from ..core.wording import counted
 from ..parallel.fresh_batches import fresh
 from ..parallel.sync_batch_norm import is_collective
-from ..parallel.window_passes import Window
-from ..parallel.zero_backward import zero_gradients
+from ..window.passes import Passes, ZeroFiller
 from .collectives import Collectives
 from .gradient_window import GradientWindow
 from .objects import Engine
@@ -150,28 +149,24 @@ class WindowTraining:
         shares: list[float],
         is_even: bool,
     ) -> Tensor:
-        training, count, losses = self._training, len(batches), list[Tensor]()
+        training, count = self._training, len(batches)
         strategy = self._prepared.strategy if engine is None else engine.strategy
         if not is_even:
             batches = self._filled(engines, engine, batches)
-        for number, batch in enumerate(batches):
-            window.continue_whole(number == len(batches) - 1)
+
+        def begin_pass(is_last: bool) -> None:
+            window.continue_whole(is_last)
             for each in engines:
                 each.begin_micro_batch(window)
-            with strategy.filling() if number >= count else nullcontext():
-                loss = self._checked(step(fresh(batch)))
-                factor = window.whole_factor(shares[number]) if number < count else 0.0
-                if factor:
-                    strategy.backward(training.scaled(loss, factor))
-                else:
-                    # Zero times an infinite activation would be NaN.
-                    with zero_gradients(loss) as zero:
-                        strategy.backward(zero)
-            if number < count:
-                losses.append(loss.detach().float().reshape(()))
+
+        passes = Passes(strategy, training.scaler, sync=begin_pass)
+        passes.filler, passes.mean_weight = ZeroFiller(), window.mean_weight
+        turns = _InTurn(passes, lambda batch: self._checked(step(fresh(batch))), batches, shares)
+        passes.run(len(batches), turns)
         if not batches and not is_even:
             # The other ranks reduce gradients in their last backward passes.
             self._only(engine).strategy.zero_backward()
+        losses = turns.losses[:count]
         return torch.stack(losses) if losses else torch.zeros(0, device=self._ranks.world.device)
 
     def _checked(self, output: Any) -> Tensor:
@@ -228,26 +223,61 @@ class WindowTraining:
     def _run_together(
         self, engine: Engine, window: GradientWindow, step: Step, batches: list[Any], shares: list[float]
     ) -> Tensor:
-        strategy, training = engine.strategy, self._training
-        passes = strategy.window_passes
-        assert passes is not None
+        strategy, joint = engine.strategy, engine.strategy.window_passes
+        assert joint is not None
         losses = torch.zeros(len(batches), device=self._ranks.world.device)
 
-        def finish(position: int, output: Any) -> Tensor | None:
+        def loss_at(position: int, output: Any) -> Tensor:
             loss = self._checked(output)
             losses[position] = loss.detach()
-            return training.scaled(loss, window.whole_factor(shares[position])) if shares[position] else None
+            return loss
+
+        def step_at(position: int) -> Any:
+            return step(fresh(batches[position]))
 
         strategy.trainability_changed(engine.module)
         # Before the passes, which may replace parameters while they run.
         parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
         with _set_aside(parameters), engine.running_window():
-            passes.begin()
+            joint.begin()
             if batches:
-                passes.run(Window(window.steps, batches, lambda number: step(fresh(batches[number])), finish))
-                losses, _ = passes.share(losses)
+                passes = Passes(strategy, self._training.scaler)
+                passes.mean_weight = window.mean_weight
+                passes.run_together(joint, window.steps, batches, shares, step_at, loss_at)
+                losses, _ = joint.share(losses)
             strategy.reduce_gradients(parameters)
         return losses
+
+
+class _InTurn:
+    """The passes of a window that are run one after another: this rank's micro-batches, then fillers."""
+
+    def __init__(
+        self, passes: Passes, loss_of: Callable[[Any], Tensor], batches: Sequence[Any], weights: Sequence[float]
+    ) -> None:
+        self._passes = passes
+        self._loss_of = loss_of
+        self._batches = batches
+        self._weights = weights
+        self.losses: list[Tensor] = []
+
+    def _context(self, position: int) -> AbstractContextManager[Any]:
+        return nullcontext() if position < len(self._weights) else self._passes.strategy.filling()
+
+    def forward(self, position: int) -> Tensor:
+        """Compute the loss of a micro-batch."""
+        with self._context(position):
+            loss = self._loss_of(self._batches[position])
+        self.losses.append(loss.detach().float().reshape(()))
+        return loss
+
+    def begin_backward(self) -> None:
+        """Do nothing: the weights are known, and gradients are added to those that exist."""
+
+    def backward(self, loss: Tensor | None, position: int, is_last: bool) -> None:
+        """Run the backward pass of a micro-batch, that of a filler with the weight 0."""
+        with self._context(position):
+            self._passes.backward(loss, self._weights[position] if position < len(self._weights) else 0.0, is_last)
 
 
 @contextmanager

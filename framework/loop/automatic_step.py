@@ -1,14 +1,9 @@
 """One optimizer step under automatic optimization. All dispatch is resolved in ``__init__``.
 
-Gradient rule: each loss is multiplied by ``weight / mean over ranks of the window's total weight``, and strategies
-average gradients over ranks. The accumulated sum is then the gradient of the weighted mean over the global batch, for
-windows of any length, for uneven weights and for ranks without data. In a Trainer no other code divides by the weight
-of a window (in a Fabric, ``GradientWindow`` does): see ``docs/internals.md``.
-
 A step is a window of micro-batches, always in these phases:
 
     start the control reduction: the weight of the window over all ranks, and signals
-    for each micro-batch:
+    for each micro-batch (``Passes.run``, which has the gradient rule):
         fetch, unless all were fetched before; transfer, on_train_batch_start, training_step
         (after the first: read the control reduction, zero the gradients of the previous step)
         (before the last: start the reduction of two flags: any rank had a loss, any loss was not finite)
@@ -25,7 +20,7 @@ through the model contain collectives, its window is filled up with filler batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +32,7 @@ from ..parallel.strategy import StepFunction
 from ..run.overrides import backward_of, weighing
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD, UPDATE
+from ..window.passes import Passes
 from .filler_batches import FILLER, LockstepFiller, lockstep_filler
 from .step_base import TrainingStep
 from .step_output import loss_of, outputs_for_hooks
@@ -68,16 +64,17 @@ class AutomaticStep(TrainingStep):
         self._use_filler(lockstep_filler(run, transfer, windows))
         self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
         self.forward = self.routed()
-        self.reduces_each = bool(self.after_backward)
-        self.backward = backward_of(module, self.strategy)  # an attribute, which the collective trace replaces
+        backward = backward_of(module, self.strategy)
+        self.passes = Passes(self.strategy, run.scaler, backward, self.before_backward, self.after_backward)
+        self.passes.filler = self.filler
         self.scaler, self.has_loss = run.scaler, False
         weigh = weighing(module, self.strategy.part)
         self.batch_weight = weigh and self.meter.adding(weigh)
         self.flags = self._flags()
-        update = UserUpdate(run, self.before_update, clipping, self.around_update)
+        self.update = UserUpdate(run, self.before_update, clipping, self.around_update)
         self.before_zero_grad = run.hooks("on_before_zero_grad")
-        self.zero_grad = update.zero_grad
-        self.apply = update.apply
+        self.zero_grad = self.update.zero_grad
+        self.apply = self.update.apply
         self.step_schedulers = any(each.interval == "step" and not each.needs_metric for each in run.schedulers)
         # With several ranks the hooks of the first batch run before the control reduction starts, so that a signal
         # that they raise is part of it and takes effect in this step instead of the next. Without hooks the reduction
@@ -108,41 +105,19 @@ class AutomaticStep(TrainingStep):
         consumed, stride = (size, 1) if samples is None else (1, 0)
         batches, weights = with_weights(batches, self.batch_weight, samples)
         coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), self.filler)
-        fetched, weight = next(coming)
+        first = next(coming)
         # After a request to stop, which may leave this window out, its hooks come later.
-        starts_early = self.starts_early and not self.triggers.raised
-        batch = self._start(fetched, index) if starts_early else FILLER
-        passes = self.totals.open(fetched, weights, size)
+        started = [self._start(first[0], index)] if self.starts_early and not self.triggers.raised else []
+        passes = self.totals.open(first[0], weights, size)
         if passes == 0:
             return False
         # Saves are refused until the update: a checkpoint in between would lose the accumulated gradients.
         self.run.in_window = True
         self.has_loss = False
-        final, ended = passes - 1, None
-        for position in range(passes):
-            if position > 0:
-                # A device may still compute the previous backward pass.
-                fetched, weight = next(coming)
-            # After the fetch: a rank that waits for its data is behind the others.
-            self.phase[0] = position
-            # Reduced only in the last backward pass, since each reduction costs time, unless hooks see the gradients of
-            # each: those of one rank are not the ones that one process would have.
-            self.strategy.sync_gradients(position == final or self.reduces_each)
-            if position > 0 or not starts_early:
-                batch = self._start(fetched, index + position * stride)
-            output, loss = self._forward(batch, index + position * stride)
-            if position == 0:
-                # Not earlier: the forward pass overlaps with the reduction, which costs a round trip otherwise. Not
-                # later: the result scales the losses of the backward pass.
-                self.totals.wait()
-                self._begin_backward()
-            self._backward(loss, weight, position == final)
-            if batch is not FILLER:
-                ended = output, batch, index + position * stride
-                if position < count - 1:
-                    self._end_batch(*ended)
+        window = _InTurn(self, first, coming, started, index, stride, count)
+        self.passes.run(passes, window)
         self.totals.close()
-        self._end_window(ended, consumed, index + max(count - 1, 0) * stride)
+        self._end_window(window.ended, consumed, index + max(count - 1, 0) * stride)
         return True
 
     def _end_window(self, ended: tuple[Any, Any, int] | None, consumed: int, index: int) -> None:
@@ -164,11 +139,13 @@ class AutomaticStep(TrainingStep):
         loss = output if output.__class__ is Tensor else loss_of(output)
         if loss is not None and self.is_watching:
             self.is_watching, self.forward = False, self.routed()
-        self._begin_backward()
+        for hook in self.before_zero_grad:
+            hook(self.optimizer)
+        self.zero_grad()
         self.phase[0] = LAST_BACKWARD
         if loss is not None:
             self.note_loss(loss)
-            self._weighted_backward(loss, 1.0)
+            self.passes.contribute(loss if self.scaler is None else self.passes.weighted(loss, 1.0))
         self._update(loss is not None, self.guard.bad is not None, 1, index)
         self.run.in_window = False
         if self.batch_end and not self.epoch_skipped:
@@ -205,7 +182,9 @@ class AutomaticStep(TrainingStep):
             self.log.drop_batch()
 
     def _begin_backward(self) -> None:
-        """Call the hooks, and drop the gradients and flags of the previous step."""
+        """Read the totals of the window, call the hooks, and drop the gradients and flags of the previous step."""
+        self.totals.wait()
+        self.passes.mean_weight = self.totals.mean_weight
         for hook in self.before_zero_grad:
             hook(self.optimizer)
         self.zero_grad()
@@ -215,31 +194,13 @@ class AutomaticStep(TrainingStep):
         """Run the backward pass of a micro-batch; without a loss on this rank, run only its collectives."""
         if is_last:
             self.phase[0] = LAST_BACKWARD
-        contributes = loss is not None and weight != 0
-        if loss is not None and contributes:
+        if loss is not None and weight != 0:
             self.has_loss = True
             self.note_loss(loss)
         if is_last:
             # Before the backward pass, which overlaps with the reduction of the flags.
             self.flags.send(self.has_loss, self.guard.bad is not None)
-        if loss is not None and contributes:
-            self._weighted_backward(loss, weight / self.totals.mean_weight)
-        elif self.filler is not None:
-            self.filler.backward(self.backward, loss)
-        elif is_last and self.is_distributed:
-            self.strategy.zero_backward()
-
-    def _weighted_backward(self, loss: Tensor, factor: float) -> None:
-        """Run the backward pass of ``loss * factor``, times the loss scale. Collective."""
-        if self.scaler is not None:
-            factor *= self.scaler.scale
-        if factor != 1.0:
-            loss = loss * factor
-        for hook in self.before_backward:
-            hook(loss)
-        self.backward(loss)
-        for hook in self.after_backward:
-            hook()
+        self.passes.backward(loss, weight, is_last)
 
     def _end_batch(self, output: Any, batch: Any, index: int) -> None:
         if self.batch_end:
@@ -259,11 +220,12 @@ class AutomaticStep(TrainingStep):
     def _update(self, has_loss: bool, nonfinite: bool, consumed: int, index: int) -> None:
         """Update the weights if any rank had a loss and every loss was finite, as all ranks agree. Collective."""
         self.phase[0] = UPDATE
+        self.update.index = index
         if nonfinite:
             # Do not report this to the loss scaler: the overflow is not caused by the scale.
             self.guard.handle_loss()
             self.updater.discard(self.optimizer)
-        elif has_loss and self.apply(index):
+        elif has_loss and self.apply():
             self.guard.in_a_row = 0
             self.progress.global_step += 1
             if self.averages is not None:
@@ -286,6 +248,7 @@ class AutomaticStep(TrainingStep):
         super().meet_calls()
         if self.filler is None and self.strategy.window_passes is None:
             self._use_filler(LockstepFiller(self.run, self.transfer, self.coming_windows, True))
+            self.passes.filler = self.filler
             self.forward = self.routed()
 
     def _flags(self) -> StepFlags:
@@ -314,3 +277,52 @@ class AutomaticStep(TrainingStep):
         super().flush()
         if self.filler is not None:
             self.filler.release()
+
+
+class _InTurn:
+    """The passes of a window that are run one after another."""
+
+    def __init__(
+        self,
+        step: AutomaticStep,
+        first: tuple[Any, float],
+        coming: Iterator[tuple[Any, float]],
+        started: list[Any],
+        index: int,
+        stride: int,
+        count: int,
+    ) -> None:
+        self._step = step
+        self._fetched, self._weight = first
+        self._coming = coming
+        self._started = started
+        """The first micro-batch, where it was started before the control reduction."""
+        self._index, self._stride, self._count = index, stride, count
+        self._batch: Any = FILLER
+        self._output: Any = None
+        self.ended: tuple[Any, Any, int] | None = None
+        """The output of the last micro-batch, itself and its index; None without one."""
+
+    def forward(self, position: int) -> Tensor | None:
+        """Fetch and start a micro-batch, and run the user's step."""
+        step, index = self._step, self._index + position * self._stride
+        if position > 0:
+            # A device may still compute the previous backward pass.
+            self._fetched, self._weight = next(self._coming)
+        # After the fetch: a rank that waits for its data is behind the others.
+        step.phase[0] = position
+        self._batch = self._started.pop() if self._started else step._start(self._fetched, index)
+        self._output, loss = step._forward(self._batch, index)
+        return loss
+
+    def begin_backward(self) -> None:
+        """Prepare the first backward pass."""
+        self._step._begin_backward()
+
+    def backward(self, loss: Tensor | None, position: int, is_last: bool) -> None:
+        """Run the backward pass, and end a micro-batch that is not the last."""
+        self._step._backward(loss, self._weight, is_last)
+        if self._batch is not FILLER:
+            self.ended = self._output, self._batch, self._index + position * self._stride
+            if position < self._count - 1:
+                self._step._end_batch(*self.ended)

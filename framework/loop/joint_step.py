@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import parameters_of
 from ..data.accumulation_window import MicroBatches
-from ..parallel.window_passes import Window, WindowPasses
+from ..parallel.window_passes import WindowPasses
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD
 from .automatic_step import AutomaticStep
@@ -56,7 +56,7 @@ class JointStep(AutomaticStep):
         passes: WindowPasses,
     ) -> None:
         super().__init__(run, transfer, nonfinite, clipping)
-        self.passes = passes
+        self.joint = passes
         if self.before_backward or self.after_backward:
             raise ConfigurationError(
                 f"on_before_backward and on_after_backward are called around each backward pass, and strategy="
@@ -94,9 +94,8 @@ class JointStep(AutomaticStep):
             shares.append(self.strategy.part.share)
         # A hook that skips the rest of the epoch leaves fillers.
         kept = [position for position, batch in enumerate(started) if batch is not FILLER]
-        self.totals.wait()
         self._begin_backward()
-        self.passes.begin()
+        self.joint.begin()
         self.phase[0] = LAST_BACKWARD
         losses, outputs = torch.zeros(len(kept), device=self.run.world.device), dict[int, Any]()
         if kept:
@@ -122,7 +121,7 @@ class JointStep(AutomaticStep):
 
         Ranks that do not log show the step values of the one that does.
         """
-        computes, count = self.passes.computes_losses, losses.numel()
+        computes, count = self.joint.computes_losses, losses.numel()
         shown = self.log.current() if computes else {}
         further = {}
         if self.batch_end and computes:
@@ -132,7 +131,7 @@ class JointStep(AutomaticStep):
         message = None
         if computes and (further or tuple(shown) != self.shown):
             message = {name: float(value) for name, value in shown.items()}, further
-        values, message = self.passes.share(torch.cat([losses, *numbers]), message)
+        values, message = self.joint.share(torch.cat([losses, *numbers]), message)
         if message is None:
             values_shown = dict(zip(self.shown, values[count:].unbind(), strict=True))
         else:
@@ -151,7 +150,6 @@ class JointStep(AutomaticStep):
         ``counts``: of each micro-batch its weight, and the share of the weight of full sequences.
         """
         forward, log, module = self.forward, self.log, self.run.module
-        scale = 1.0 if self.scaler is None else self.scaler.scale
 
         def step(position: int) -> Any:
             self.index = indices[position]
@@ -165,22 +163,17 @@ class JointStep(AutomaticStep):
             loss = output if output.__class__ is Tensor else loss_of(output)
             if loss is None:
                 self._leave_out_of_log()
-            weight = counts[position][0]
-            if loss is None or weight == 0:
-                return None
-            self.has_loss = True
-            self.note_loss(loss)
-            losses[position] = loss.detach()
-            factor = scale * weight / self.totals.mean_weight
-            return loss if factor == 1.0 else loss * factor
+            elif counts[position][0] != 0:
+                self.has_loss = True
+                self.note_loss(loss)
+                losses[position] = loss.detach()
+            return loss
 
-        window = Window(self.progress.attempts, batches, step, finish)
-        if self.passes.computes_losses:
-            self.passes.run(window)
-            return
+        weights = [weight for weight, _ in counts]
         # The rank that computes losses logs all values, also those that this rank sees.
-        kept = module.log_to(None)
+        kept = None if self.joint.computes_losses else module.log_to(None)
         try:
-            self.passes.run(window)
+            self.passes.run_together(self.joint, self.progress.attempts, batches, weights, step, finish)
         finally:
-            module.log_to(kept)
+            if not self.joint.computes_losses:
+                module.log_to(kept)

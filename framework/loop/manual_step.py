@@ -28,6 +28,7 @@ from ..parallel.strategy import StepFunction
 from ..parallel.zero_backward import zero_gradients
 from ..run.overrides import is_overridden
 from ..run.run import Run
+from ..window.passes import weighted
 from .backward_average import BackwardAverage
 from .filler_batches import as_filler
 from .manual_optimizer import ManualOptimizer, closes_windows
@@ -116,7 +117,6 @@ class ManualStep(TrainingStep):
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss, scaled if the precision uses loss scaling."""
-        scaler = self.run.scaler
         if self.share:
             self.note_loss(loss)
         for hook in self.before_backward:
@@ -127,8 +127,7 @@ class ManualStep(TrainingStep):
             with zero_gradients(loss) as zero:
                 self._backward(zero, *args, **kwargs)
         else:
-            factor = self.share if scaler is None else self.share * scaler.scale
-            self._backward(loss if factor == 1.0 else loss * factor, *args, **kwargs)
+            self._backward(weighted(loss, self.share, self.run.scaler), *args, **kwargs)
         self.is_weighing = False
         for hook in self.after_backward:
             hook()

@@ -70,7 +70,9 @@ class _Sections:
 
     def _measure_automatic(self, step: AutomaticStep) -> None:
         self._measure_forward(step)
-        self._measure("backward", step, "backward")
+        self._measure("backward", step.passes, "run_backward")
+        for name in ("before", "after"):
+            patch(self._patches, step.passes, name, self._measured(getattr(step.passes, name)))
         self._measure("optimizer", step, "apply")
 
     def _measure_manual(self, step: ManualStep) -> None:

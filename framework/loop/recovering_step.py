@@ -185,19 +185,14 @@ class RecoveringStep(AutomaticStep):
             self.phase[0] = LAST_BACKWARD
         if self.error is None:
             with self._noting():
-                self._contribute(loss, weight)
+                if loss is not None and weight != 0:
+                    self.has_loss = True
+                    self.note_loss(loss)
+                self.passes.backward(loss, weight, False)
         if self.error is None:
             self.recovery.end_pass()
         else:
             self.recovery.join()
-
-    def _contribute(self, loss: Tensor | None, weight: float) -> None:
-        if loss is not None and weight != 0:
-            self.has_loss = True
-            self.note_loss(loss)
-            self._weighted_backward(loss, weight / self.totals.mean_weight)
-        elif self.filler is not None:
-            self.filler.backward(self.backward, loss)
 
     def _end_batch(self, output: Any, batch: Any, index: int) -> None:
         if self.error is None:

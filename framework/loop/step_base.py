@@ -135,7 +135,9 @@ class TrainingStep:
     def advance(self, consumed: int) -> None:
         """Count the batches of a window, whose update has been counted, and record the next position."""
         progress = self.progress
-        progress.consumed(consumed)
+        progress.batch_in_epoch += consumed
+        progress.global_batch += consumed
+        progress.attempts += 1
         # Before the hooks at the end of the batch: a rank that fails in one, or in a save, has done this step.
         self.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         if self.flop_count is not None and self.meter.open_units > 0:

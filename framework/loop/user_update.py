@@ -11,7 +11,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from ..api import overriding
 from ..core.proxy import Proxy
+from ..parallel.strategy import Strategy
 from ..run.overrides import StrategyOptimizer, is_overridden
 from ..run.run import Run
 
@@ -38,8 +40,10 @@ class UserUpdate:
 
     zero_grad: Callable[[], None]
     """Drops the gradients of the previous update."""
-    apply: Callable[[int], bool]
-    """Applies the update after the batch with an index; returns whether it was applied. Collective."""
+    apply: Callable[[], bool]
+    """Applies the update; returns whether it was applied. Collective."""
+    index: int = 0
+    """The index of the last batch before the update, which ``optimizer_step`` of the module is given."""
 
     def __init__(
         self,
@@ -53,7 +57,6 @@ class UserUpdate:
         self._strategy = run.strategy
         self._updater = run.updater
         self._optimizer = run.optimizers[0]
-        self._index = 0
         self._around = around
         # Some strategies hold gradients or weights outside of the parameters, so the strategy must do the step and drop
         # the gradients.
@@ -66,6 +69,8 @@ class UserUpdate:
 
     def _zero_grad(self) -> Callable[[], None]:
         if not is_overridden("optimizer_zero_grad", self._module):
+            if not overriding.is_overridden("zero_grad", self._strategy, Strategy):
+                return self._optimizer.zero_grad
             return partial(self._strategy.zero_grad, self._optimizer)
         module, progress, optimizer = self._module, self._run.progress, self._for_user
         return lambda: module.optimizer_zero_grad(progress.epoch, progress.batch_in_epoch, optimizer)
@@ -95,23 +100,17 @@ class UserUpdate:
             return partial(module.configure_gradient_clipping, optimizer, value, algorithm)
         return None if not value else partial(self._updater.clip, optimizer, value, algorithm)
 
-    def _apply(self, before: Callable[[], Any] | None) -> Callable[[int], bool]:
+    def _apply(self, before: Callable[[], Any] | None) -> Callable[[], bool]:
         step = self._user_step() if is_overridden("optimizer_step", self._module) else None
         if self._around is not None:
             step = partial(self._around, step or partial(self._strategy.step, self._optimizer))
-        update = self._updater.bound(self._optimizer, before, step)
-
-        def apply(index: int) -> bool:
-            self._index = index
-            return update()
-
-        return apply if step is not None else lambda _: update()
+        return self._updater.bound(self._optimizer, before, step)
 
     def _user_step(self) -> Callable[[], bool]:
         run, module, optimizer = self._run, self._module, self._for_user
 
         def step() -> bool:
-            module.optimizer_step(run.progress.epoch, self._index, optimizer, lambda: run.latest_loss)
+            module.optimizer_step(run.progress.epoch, self.index, optimizer, lambda: run.latest_loss)
             return optimizer.take_applied() if isinstance(optimizer, StrategyOptimizer) else True
 
         return step

@@ -96,14 +96,27 @@ class Updater:
         self, optimizer: Optimizer, before: Callable[[], Any] | None, step: Callable[[], bool] | None
     ) -> Callable[[], bool]:
         """Return a function that calls this updater with these arguments, specialized for its settings."""
-        if self.guarded or self.on_nonfinite_gradients is not None:
+        if self.scaler is not None:
             return partial(self, optimizer, before, step)
-        apply = partial(self.strategy.step, optimizer) if step is None else step
-        if before is None:
-            return apply
+        strategy = self.strategy
+        steps_itself = step is None and type(strategy).step is Strategy.step
+        apply = partial(strategy.step, optimizer) if step is None else step
+        checks = self.guarded or self.on_nonfinite_gradients is not None
 
         def update() -> bool:
-            before()
+            if checks:
+                groups = optimizer.param_groups
+                parameters = groups[0]["params"] if len(groups) == 1 else parameters_of(optimizer)
+                # The operations may be replaced when parameters are frozen.
+                if not strategy.gradients.are_finite(parameters):
+                    self._leave_out(optimizer)
+                    return False
+            if before is not None:
+                before()
+            if steps_itself:
+                # Looked up in each update: schedulers of torch, and saves that copy state, replace it.
+                optimizer.step()
+                return True
             return apply()
 
         return update

@@ -41,8 +41,8 @@ from ..parallel.meta_device import tensors_of
 from ..parallel.optimizer_step import Updater
 from ..parallel.parameter_names import canonical_names
 from ..parallel.strategy import StepFunction, Strategy
-from ..parallel.window_passes import Window
 from ..run.overrides import batch_transfer
+from ..window.passes import Passes
 from .absent_ranks import absent_ranks
 from .collectives import summed
 from .recorder import Phase, Recorder
@@ -223,29 +223,51 @@ class _Rank:
 
     def _passes(self, module: TrainModule, optimizer: Optimizer, batches: list[Any]) -> None:
         """Run the passes one after another."""
-        strategy, step = self._strategy, self._routed(module)
-        for position, batch in enumerate(batches):
-            strategy.sync_gradients(position == len(batches) - 1)
-            loss = _loss_of(step(batch, position))
-            if position == 0:
-                strategy.zero_grad(optimizer)
-                if strategy.flags is not None:
-                    strategy.flags.reset()
-            strategy.backward(loss)
-            self._recorder.mark_gradients()
+        step, passes = self._routed(module), Passes(self._strategy)
+        passes.run(len(batches), _InTurn(passes, optimizer, self._recorder, partial(_call, step, batches)))
 
     def _joint_passes(self, module: TrainModule, optimizer: Optimizer, batches: list[Any]) -> None:
         """Let the strategy run the passes."""
-        strategy, step = self._strategy, self._routed(module)
-        passes = strategy.window_passes
-        assert passes is not None
+        strategy, step = self._strategy, partial(_call, self._routed(module), batches)
+        joint, losses = strategy.window_passes, torch.zeros(len(batches))
+        assert joint is not None
         strategy.zero_grad(optimizer)
-        passes.begin()
-        losses = torch.zeros(len(batches))
-        passes.run(Window(0, batches, lambda index: step(batches[index], index), lambda _, output: _loss_of(output)))
-        passes.share(losses)
+        joint.begin()
+        weights = [1.0] * len(batches)
+        Passes(strategy).run_together(joint, 0, batches, weights, step, lambda _, output: _loss_of(output))
+        joint.share(losses)
         self._recorder.mark_gradients()
         strategy.reduce_gradients(parameters_of(optimizer))
+
+
+class _InTurn:
+    """The passes of a window that are run one after another."""
+
+    def __init__(self, passes: Passes, optimizer: Optimizer, recorder: Recorder, step: Callable[[int], Any]) -> None:
+        self._passes = passes
+        self._optimizer = optimizer
+        self._recorder = recorder
+        self._step = step
+
+    def forward(self, position: int) -> Tensor:
+        """Return the loss of a micro-batch."""
+        return _loss_of(self._step(position))
+
+    def begin_backward(self) -> None:
+        """Drop the gradients and flags of the previous step."""
+        strategy = self._passes.strategy
+        strategy.zero_grad(self._optimizer)
+        if strategy.flags is not None:
+            strategy.flags.reset()
+
+    def backward(self, loss: Tensor | None, position: int, is_last: bool) -> None:
+        """Run the backward pass of a micro-batch."""
+        self._passes.backward(loss, 1.0, is_last)
+        self._recorder.mark_gradients()
+
+
+def _call(step: StepFunction, batches: list[Any], position: int) -> Any:
+    return step(batches[position], position)
 
 
 def _slots(optimizer: Optimizer) -> list[Any]:

@@ -80,7 +80,7 @@ class HookedLoss:
 def backward_of(module: TrainModule, strategy: Strategy) -> Callable[..., None]:
     """Return the strategy's backward pass; it goes through the module's ``backward`` if that is overridden."""
     if not is_overridden("backward", module):
-        return strategy.backward
+        return strategy.backward if overriding.is_overridden("backward", strategy, Strategy) else Tensor.backward
     # Typed as Any, since a strategy that allows the hook only calls `loss.backward()`.
     run, hook = cast("Callable[[Any], None]", strategy.backward), module.backward
     return lambda loss: run(HookedLoss(loss, hook))

@@ -20,10 +20,11 @@ import os
 import signal
 import struct
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,8 @@ class Heartbeat:
         self._bytes = memory
         # A view of the four bytes of the phase: raising it costs one store, without a call.
         self.phase = memoryview(memory)[_PHASE_AT : _PHASE_AT + 4].cast("I")
+        self.set_position: Callable[[int, int, int], None] = partial(_POSITION.pack_into, memory, _POSITION_AT)
+        """Records the next optimizer step, and the epoch and the batch with which it begins."""
 
     def share(self, directory: str, rank: int) -> bool:
         """Write to memory that the supervisor can read from now on, and answer its stack signal.
@@ -144,10 +147,6 @@ class Heartbeat:
             yield
         finally:
             self.enter(before)
-
-    def set_position(self, step: int, epoch: int, batch: int, pack: Any = _POSITION.pack_into) -> None:
-        """Record the next optimizer step, and the epoch and the batch with which it begins."""
-        pack(self._bytes, _POSITION_AT, step, epoch, batch)
 
     def step(self, pack: Any = _MARK.pack_into) -> None:
         """Begin the recorded step, once its first batch has been fetched. Every rank must do so in the same order."""

@@ -187,7 +187,7 @@ class Source:
                 wanted = [*own[len(found) :], *rest][:looks_ahead]
                 assert repr(later[: len(wanted)]) == repr(wanted)
             yield found, own
-            self.progress.consumed(window[1])
+            self.progress.batch_in_epoch += window[1]
             if not window[1] or first + self.window >= len(self.rows):
                 return
 
