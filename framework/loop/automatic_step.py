@@ -96,11 +96,35 @@ class AutomaticStep(TrainingStep):
             NonFiniteError: on all ranks; a loss or gradient is not finite, and the policy raises.
             DesyncError: on all ranks; they are at different optimizer steps.
         """
+        if not (self.unweighted_single_rank and len(batches) == 1):
+            return self._run_window(batches, size, samples)
+        # The same phases for one micro-batch on one rank: without weights, reductions and fillers. Each call that it
+        # leaves out counts in the step of a small model.
         self.epoch_skipped = False
-        if self.unweighted_single_rank and len(batches) == 1:
-            # The common case of small models: without weights and reductions a step costs several microseconds less.
-            self._run_single(*batches)
-            return True
+        (batch,) = batches
+        index = self.progress.batch_in_epoch
+        self.run.in_window = True
+        batch = self.start_batch(batch, index)
+        output = None if self.epoch_skipped else self.forward(batch, index)
+        loss = output if output.__class__ is Tensor else loss_of(output)
+        if loss is not None and self.is_watching:
+            self.is_watching, self.forward = False, self.routed()
+        for hook in self.before_zero_grad:
+            hook(self.optimizer)
+        self.zero_grad()
+        self.phase[0] = LAST_BACKWARD
+        if loss is not None:
+            self.note_loss(loss)
+            self.passes.contribute(loss if self.scaler is None else self.passes.weighted(loss, 1.0))
+        self._update(loss is not None, self.guard.bad is not None, 1, index)
+        self.run.in_window = False
+        if self.batch_end and not self.epoch_skipped:
+            self._end_batch(output, batch, index)
+        return True
+
+    def _run_window(self, batches: MicroBatches, size: int, samples: Sequence[float] | None) -> bool:
+        """Run a window of any number of micro-batches on any number of ranks. Collective."""
+        self.epoch_skipped = False
         index, count = self.progress.batch_in_epoch, len(batches)
         consumed, stride = (size, 1) if samples is None else (1, 0)
         batches, weights = with_weights(batches, self.batch_weight, samples)
@@ -129,27 +153,6 @@ class AutomaticStep(TrainingStep):
             self._end_batch(*ended)
         elif self.is_distributed:
             self._end_without_loss(index)
-
-    def _run_single(self, batch: Any) -> None:
-        """Run a window of one micro-batch on one rank: the same phases without weights, reductions and fillers."""
-        index = self.progress.batch_in_epoch
-        self.run.in_window = True
-        batch = self.start_batch(batch, index)
-        output = None if self.epoch_skipped else self.forward(batch, index)
-        loss = output if output.__class__ is Tensor else loss_of(output)
-        if loss is not None and self.is_watching:
-            self.is_watching, self.forward = False, self.routed()
-        for hook in self.before_zero_grad:
-            hook(self.optimizer)
-        self.zero_grad()
-        self.phase[0] = LAST_BACKWARD
-        if loss is not None:
-            self.note_loss(loss)
-            self.passes.contribute(loss if self.scaler is None else self.passes.weighted(loss, 1.0))
-        self._update(loss is not None, self.guard.bad is not None, 1, index)
-        self.run.in_window = False
-        if self.batch_end and not self.epoch_skipped:
-            self._end_batch(output, batch, index)
 
     # ---- the phases of a micro-batch -------------------------------------------------------------------------------
 
