@@ -25,7 +25,9 @@ FSDP = pytest.param("fsdp", marks=FSDP_RECOVERS)
 
 def strategy_of(name: str) -> Any:
     """Return a strategy whose ranks all hold the weights after a fit, and whose passes contain several collectives."""
-    return FSDPStrategy(units=nn.Linear, gather_weights="all") if name == "fsdp" else name
+    if name not in ("fsdp", "hsdp"):
+        return name
+    return FSDPStrategy(replicas=2 if name == "hsdp" else 1, units=nn.Linear, gather_weights="all")
 
 
 class Exhausted(TrainModule):

@@ -49,7 +49,7 @@ class _Curve(Callback):
 def drawn(seed: int, strategy: str) -> Trial:
     """Return the trial of a seed under a strategy."""
     draw = random.Random(f"{strategy} {seed}")
-    ranks = 1 if strategy == "single" else draw.choice([2, 2, 3])
+    ranks = {"single": 1, "hsdp": 4}.get(strategy) or draw.choice([2, 2, 3])
     global_batch = draw.choice([7, 16, 30])
     return Trial(
         seed,

@@ -21,7 +21,7 @@ from memory_run import Trial, drawn, fitted
 from ranks import close_pools, run_on_ranks
 
 SECONDS = 60.0
-STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2")
+STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2")
 
 
 def problem_of(trial: Trial) -> tuple[str, int]:

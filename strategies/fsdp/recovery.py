@@ -5,7 +5,8 @@ memory in a pass calls those collectives of it that are missing, without computi
 parameters, which are right, and gradients of zero, which are dropped with the window.
 
 All passes call the same ones, so it knows them from its newest complete pass. Until every rank has completed one, the
-ranks announce their calls in the store of the process group. Gradients are reduced in every pass, not only in the last
+ranks announce their calls in the store of the process group. With replicas of the shards, each reduction is followed by
+one over the replicas. Gradients are reduced in every pass, not only in the last
 one of a window, so that all passes call the same; this also saves the memory of gradients that are not reduced yet.
 """
 
@@ -188,6 +189,9 @@ class ShardedRecovery(Recovery):
         self._reduce[number](
             output_tensor=shard, input_tensor=full, group=process_group, op=getattr(dist.ReduceOp, op), async_op=False
         )
+        if group._is_hsdp:
+            # Right after it, the groups of ranks that hold the same shard reduce it, by the same operation.
+            dist.all_reduce(shard, getattr(dist.ReduceOp, op), group._all_reduce_process_group)
 
     def _key(self, name: str) -> str:
         return f"{self._passes}/{name}"

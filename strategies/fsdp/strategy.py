@@ -141,8 +141,8 @@ class FSDPStrategy(Strategy):
     def _use(self, degrees: Degrees) -> None:
         self.degrees = degrees
         self.prevents_compiling = why_not_compiled(self.activation_checkpointing, degrees)
-        # All ranks hold different shards, so each of them may join the collectives of the others.
-        can_join = self.replicas == 1 and not set(degrees.used) - {"dp_shard"}
+        # A rank can join the collectives of the others with its shards alone.
+        can_join = not set(degrees.used) - {"dp_shard", "dp_replicate"}
         self.recovery, self.prevents_recovery = recovery_of_shards(can_join)
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
@@ -164,6 +164,10 @@ class FSDPStrategy(Strategy):
         self.world = world = World.from_environment(device_type, num_nodes, grouped=True)
         self._layout = lay_out(world.size, world.num_nodes, self.degrees, self.rest, self.replicas == "node")
         self._mesh = build_mesh(self._layout, world, self.rest)
+        if self._mesh["shard"].size() == 1 < world.size:
+            # torch skips the collectives of a group of one rank, by which another rank could follow the pass.
+            self.recovery = None
+            self.prevents_recovery = "whose replicas have one rank each here"
         self._experts = ExpertMeshes.build(self._layout, world)
         self.filling = nullcontext if self._experts is None else self._experts.sending.stopped
         self._sequences, self.part = sharing_sequences(world, self._layout)

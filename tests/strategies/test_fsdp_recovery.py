@@ -77,13 +77,15 @@ class Freezing(Callback):
         self.values.append(float(trainer.callback_metrics["loss_epoch"]))
 
 
-def fitted(module: Exhausted, micro: int | str, freezes: bool = False) -> tuple[list[float], int]:
+def fitted(
+    module: Exhausted, micro: int | str, freezes: bool = False, strategy: str = "fsdp"
+) -> tuple[list[float], int]:
     """Return the losses of two epochs, and the errors of this rank."""
     curve = Freezing(freezes)
     trainer = silent_trainer(
         max_epochs=2,
-        devices=2,
-        strategy=strategy_of("fsdp"),
+        devices=4 if strategy == "hsdp" else 2,
+        strategy=strategy_of(strategy),
         global_batch_size=16,
         micro_batch_size=micro,
         callbacks=curve,
@@ -92,19 +94,21 @@ def fitted(module: Exhausted, micro: int | str, freezes: bool = False) -> tuple[
     return curve.values, module.raised
 
 
-def interrupted_everywhere(rank: int, at: int) -> list[tuple[list[float], int]]:
+def interrupted_everywhere(strategy: str, rank: int, at: int) -> list[tuple[list[float], int]]:
     found = []
     for collective in range(COLLECTIVES):
         with ExitStack() as patches:
-            module = Interrupted("collective", rank, 3, at, layer=collective)
+            module = Interrupted("collective", rank, 3 if strategy == "fsdp" else 1, at, layer=collective)
             module.interrupt(patches)
-            found.append(fitted(module, "auto"))
-    return [*found, fitted(Exhausted("forward", NEVER, 3), 4)]
+            found.append(fitted(module, "auto", strategy=strategy))
+    return [*found, fitted(Exhausted("forward", NEVER, 3), 4, strategy=strategy)]
 
 
-@pytest.mark.parametrize(("rank", "at"), [(0, 2), (EVERY, 0)])
-def test_memory_may_be_short_before_any_collective(rank: int, at: int) -> None:
-    results = run_on_ranks(2, interrupted_everywhere, rank, at)
+@pytest.mark.parametrize(
+    ("strategy", "rank", "at"), [("fsdp", 0, 2), ("fsdp", EVERY, 0), ("hsdp", 2, 2), ("hsdp", EVERY, 0)]
+)
+def test_memory_may_be_short_before_any_collective(strategy: str, rank: int, at: int) -> None:
+    results = run_on_ranks(2 if strategy == "fsdp" else 4, interrupted_everywhere, strategy, rank, at)
 
     for number, attempts in enumerate(results):
         *found, (by_hand, _) = attempts
@@ -126,10 +130,21 @@ def test_passes_may_change_between_epochs() -> None:
     assert [raised for _, raised in results] == [0, 2]
 
 
-@pytest.mark.parametrize("arguments", [{"replicas": 2}, {"tensor_parallel": 2}])
-def test_groups_with_further_collectives_are_refused(arguments: Any) -> None:
+def test_groups_with_further_collectives_are_refused() -> None:
     with refuses(ConfigurationError, "micro_batch_size='auto'", "strategy='fsdp'"):
-        check_strategy(FSDPStrategy(**arguments))
+        check_strategy(FSDPStrategy(tensor_parallel=2))
+
+
+def whole_replicas() -> None:
+    with refuses(ConfigurationError, "micro_batch_size='auto'", "'ddp'"):
+        trainer = silent_trainer(
+            max_epochs=1, devices=2, strategy="hsdp", global_batch_size=16, micro_batch_size="auto"
+        )
+        trainer.fit(Exhausted("forward", NEVER, 3), DataLoader(regression_data(40), batch_size=4))
+
+
+def test_replicas_of_one_rank_are_refused() -> None:
+    run_on_ranks(2, whole_replicas)
 
 
 def test_versions_of_tensors_show_a_sharded_update() -> None:

@@ -214,9 +214,8 @@ def test_other_errors_are_raised() -> None:
         trainer.fit(Broken("forward", 0, 5), DataLoader(regression_data(40), batch_size=4))
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", "zero3"])
-def test_strategies_with_collectives_in_passes_are_refused(strategy: str) -> None:
-    trainer = silent_trainer(max_epochs=1, devices=1, strategy=strategy, global_batch_size=16, micro_batch_size="auto")
+def test_a_strategy_with_collectives_in_passes_is_refused() -> None:
+    trainer = silent_trainer(max_epochs=1, devices=1, strategy="zero3", global_batch_size=16, micro_batch_size="auto")
 
     with refuses(ConfigurationError, "strategy='ddp'", "'fsdp'", "'zero2'"):
         trainer.fit(Exhausted("forward", 0, 5), DataLoader(regression_data(40), batch_size=4))
