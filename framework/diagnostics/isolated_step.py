@@ -18,10 +18,13 @@ from .program_state import ProgramState
 
 
 @contextmanager
-def isolated(module: nn.Module, keep_buffers: bool = True, runs_again: bool = False) -> Generator[None, None, None]:
+def isolated(
+    module: nn.Module, keep_buffers: bool = True, runs_again: bool = False, keep_program: bool = True
+) -> Generator[None, None, None]:
     """Run steps without changing logs, metrics, random generators, and what the program keeps; see ``ProgramState``.
 
-    With ``keep_buffers`` buffers keep their values too, except those of layers that compute them over all ranks.
+    With ``keep_buffers`` buffers keep their values too, except those of layers that compute them over all ranks. Without
+    ``keep_program`` the program may change what it keeps.
 
     Raises:
         LoopError: with ``runs_again``, which says that the step runs for the same batch later, it takes an element from
@@ -29,7 +32,7 @@ def isolated(module: nn.Module, keep_buffers: bool = True, runs_again: bool = Fa
     """
     log = module.log_to(None) if isinstance(module, TrainModule) else None
     random = capture()
-    taken = ProgramState.of(module).take()
+    taken = ProgramState.of(module).take() if keep_program else []
     iterators = _guarded_iterators(module) if runs_again else {}
     buffers = _own_buffers(module) if keep_buffers else []
     for part, name, buffer in buffers:

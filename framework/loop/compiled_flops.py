@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from ..core.position_rng import RandomStream
+from ..diagnostics.program_state import ProgramState
 from ..parallel.blocks import replace_method
 from ..parallel.compilation import CompiledForward, uncompiled
 from ..profiling.flop_count import FlopCount
-from .held_state import HeldState
 
 
 def counted_step(step: Callable[..., Any], count: FlopCount, module: nn.Module) -> Callable[..., Any]:
@@ -55,14 +55,14 @@ class _Counted:
         self.__exit__()
         try:
             with _disable_current_modes():
-                held = HeldState(self._module)
+                taken = ProgramState([*self._module.modules()]).take()
                 try:
                     with RandomStream(0).entered():
                         _count_without_data(part, self._count, args, kwargs)
                 except Exception:  # values that fake tensors lack; training continues
                     self._count.fail()
                 finally:
-                    held.restore()
+                    ProgramState.put_back(taken)
                 return part.forward(*args, **kwargs)
         finally:
             self.__enter__()

@@ -17,12 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..api.train_module import TrainModule
 from ..core.errors import LoopError
 from ..core.optimizer_config import parameters_of
 from ..data.accumulation_window import MicroBatches
-from ..distributed.seed import capture, restore
-from ..metrics.torchmetrics_state import metrics_set_aside
+from ..diagnostics.isolated_step import isolated
 from ..parallel.fresh_batches import fresh
 from ..parallel.strategy import StepFunction
 from ..parallel.zero_backward import zero_gradients
@@ -210,7 +208,7 @@ class ManualStep(TrainingStep):
                 return
             self.share = 0.0
             batch = fresh(self.last)
-            with as_filler(run), _unseen(run.module):
+            with as_filler(run), isolated(run.module, keep_buffers=False, keep_program=False):
                 yield [batch if self.transfer is None else self.transfer(batch)]
         finally:
             attendance.varies, self.share = varies, 1.0
@@ -233,15 +231,3 @@ class ManualStep(TrainingStep):
             hook(output, batch, index)
         self.updater.finish()
         self.stepped = self.is_counted = False
-
-
-@contextmanager
-def _unseen(module: TrainModule) -> Generator[None, None, None]:
-    """Keep a step from logs, metrics and random generators."""
-    log, random = module.log_to(None), capture()
-    try:
-        with metrics_set_aside(module):
-            yield
-    finally:
-        restore(random)
-        module.log_to(log)
