@@ -14,7 +14,7 @@ from ..distributed.seed import capture, restore
 from ..metrics.torchmetrics_state import metrics_set_aside
 from ..parallel.fresh_batches import fresh as fresh
 from ..parallel.sync_batch_norm import is_collective
-from .program_state import ProgramState
+from .program_state import ProgramState, is_of_program
 
 
 @contextmanager
@@ -23,8 +23,8 @@ def isolated(
 ) -> Generator[None, None, None]:
     """Run steps without changing logs, metrics, random generators, and what the program keeps; see ``ProgramState``.
 
-    With ``keep_buffers`` buffers keep their values too, except those of layers that compute them over all ranks. Without
-    ``keep_program`` the program may change what it keeps.
+    With ``keep_buffers`` buffers keep their values too, except those of layers that compute them over all ranks.
+    Without ``keep_program`` the program's own code may change what it keeps, in buffers too.
 
     Raises:
         LoopError: with ``runs_again``, which says that the step runs for the same batch later, it takes an element from
@@ -34,7 +34,7 @@ def isolated(
     random = capture()
     taken = ProgramState.of(module).take() if keep_program else []
     iterators = _guarded_iterators(module) if runs_again else {}
-    buffers = _own_buffers(module) if keep_buffers else []
+    buffers = _own_buffers(module, keep_program) if keep_buffers else []
     for part, name, buffer in buffers:
         part._buffers[name] = buffer.clone()
     try:
@@ -78,11 +78,11 @@ def _guarded_iterators(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _own_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+def _own_buffers(module: nn.Module, of_program: bool) -> list[tuple[nn.Module, str, Tensor]]:
     return [
         (part, name, buffer)
         for part in module.modules()
-        if not is_collective(part)
+        if not is_collective(part) and (of_program or not is_of_program(part))
         for name, buffer in part._buffers.items()
         if buffer is not None
     ]

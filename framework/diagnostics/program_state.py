@@ -79,7 +79,7 @@ class ProgramState:
         left_out = {part for each in without for part in each.modules()}
         parts = [part for part in module.modules() if part not in left_out]
         buffers = {part for part in parts if part._buffers}
-        return cls([part for part in parts if part is module or part in buffers or is_own(_type(part))])
+        return cls([part for part in parts if part is module or part in buffers or is_of_program(part)])
 
     def take(self) -> Taken:
         """Return a record of the state."""
@@ -191,10 +191,6 @@ def sendable(value: Any) -> Any:
 # ---- what is looked at -----------------------------------------------------------------------------------------------
 
 
-def _type(value: Any) -> Any:
-    return type(value)
-
-
 @cache
 def is_own(kind: type) -> bool:
     """Whether a class belongs to the program, and to no library."""
@@ -205,6 +201,12 @@ def is_own(kind: type) -> bool:
     return top not in ("torch", _OWN.partition(".")[0]) and not {"site-packages", "dist-packages"} & set(
         file.split("/")
     )
+
+
+def is_of_program(value: Any) -> bool:
+    """Whether the class of an object belongs to the program, and to no library."""
+    kind: Any = type(value)
+    return is_own(kind)
 
 
 def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:

@@ -208,7 +208,7 @@ class ManualStep(TrainingStep):
                 return
             self.share = 0.0
             batch = fresh(self.last)
-            with as_filler(run), isolated(run.module, keep_buffers=False, keep_program=False):
+            with as_filler(run), isolated(run.module, keep_program=False):
                 yield [batch if self.transfer is None else self.transfer(batch)]
         finally:
             attendance.varies, self.share = varies, 1.0

@@ -136,6 +136,7 @@ class Adversary(TrainModule):
         super().__init__()
         self.net, self.critic, self.plain = net(), nn.Linear(1, 1), plain
         nn.init.constant_(self.critic.weight, 0.5)
+        self.norm, self.tracked = nn.BatchNorm1d(4, affine=False), 0
         self.batches, self.seen = 0, set[float]()
 
     def losses(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -148,6 +149,7 @@ class Adversary(TrainModule):
         if self.trainer.world_size > 1:
             self.seen |= set(self.all_gather(batch[0][:, 0]).flatten().tolist())
         self.log("loss", loss, on_epoch=True)
+        self.norm(batch[0].repeat(2, 1))
         self.batches += 1
         backward = Tensor.backward if self.plain else self.manual_backward
         if self.batches % 2:
@@ -158,6 +160,10 @@ class Adversary(TrainModule):
         net_optimizer.step()
         net_optimizer.zero_grad()
 
+    def on_train_epoch_end(self) -> None:
+        assert self.norm.num_batches_tracked is not None
+        self.tracked = int(self.norm.num_batches_tracked)
+
     def configure_optimizers(self) -> Any:
         return [torch.optim.Adam(self.net.parameters(), lr=0.05), torch.optim.SGD(self.critic.parameters(), lr=0.1)]
 
@@ -166,6 +172,8 @@ def uneven(num_ranks: int, rows: int, strategy: str, plain: bool = False) -> tup
     trainer = silent_trainer(devices=num_ranks, strategy=strategy, max_epochs=2)
     module = Adversary(plain)
     trainer.fit(module, data(2, rows))
+    own = -(-(rows - 2 * trainer.global_rank) // (2 * num_ranks)) if rows % (2 * num_ranks) == 1 else None
+    assert own is None or module.tracked == 2 * own
     return weights_of(module), trainer.global_step, module.seen, float(trainer.callback_metrics["loss"])
 
 
