@@ -114,7 +114,7 @@ class AutomaticStep(TrainingStep):
         self.zero_grad()
         self.phase[0] = LAST_BACKWARD
         if loss is not None:
-            self.note_loss(loss)
+            self.loss_checks.note(loss)
             self.passes.contribute(loss if self.scaler is None else self.passes.weighted(loss, 1.0))
         self._update(loss is not None, self.guard.bad is not None, 1, index)
         self.run.in_window = False
@@ -199,7 +199,7 @@ class AutomaticStep(TrainingStep):
             self.phase[0] = LAST_BACKWARD
         if loss is not None and weight != 0:
             self.has_loss = True
-            self.note_loss(loss)
+            self.loss_checks.note(loss)
         if is_last:
             # Before the backward pass, which overlaps with the reduction of the flags.
             self.flags.send(self.has_loss, self.guard.bad is not None)

@@ -152,7 +152,7 @@ class JointStep(AutomaticStep):
         forward, log, module = self.forward, self.log, self.run.module
 
         def step(position: int) -> Any:
-            self.index = indices[position]
+            self.loss_checks.index = indices[position]
             # The batch was begun, and counted, before those that follow it.
             log.drop_batch()
             log.begin_batch(batches[position], counts[position][1])
@@ -165,7 +165,7 @@ class JointStep(AutomaticStep):
                 self._leave_out_of_log()
             elif counts[position][0] != 0:
                 self.has_loss = True
-                self.note_loss(loss)
+                self.loss_checks.note(loss)
                 losses[position] = loss.detach()
             return loss
 

@@ -116,7 +116,7 @@ class ManualStep(TrainingStep):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss, scaled if the precision uses loss scaling."""
         if self.share:
-            self.note_loss(loss)
+            self.loss_checks.note(loss)
         for hook in self.before_backward:
             hook(loss)
         self._mark(False)

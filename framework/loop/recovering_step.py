@@ -187,7 +187,7 @@ class RecoveringStep(AutomaticStep):
             with self._noting():
                 if loss is not None and weight != 0:
                     self.has_loss = True
-                    self.note_loss(loss)
+                    self.loss_checks.note(loss)
                 self.passes.backward(loss, weight, False)
         if self.error is None:
             self.recovery.end_pass()

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
-from ..core.errors import NonFiniteError
-from ..diagnostics.loss_spikes import DeviceLossWatch, LossSpikes
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
 from ..distributed.control import Signal
 from ..parallel.strategy import StepFunction
@@ -16,6 +12,7 @@ from ..profiling.sample_count import SampleCount
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from .compiled_flops import counted_step
+from .loss_checks import LossChecks
 from .step_output import LossWatch, no_manual_backward
 
 
@@ -49,13 +46,9 @@ class TrainingStep:
         self.forward: StepFunction
         # Whether a hook has returned -1, which skips this batch and the rest of the epoch.
         self.epoch_skipped = False
-        self.index = 0
         rerun = self.plain if self.reruns else None
-        self.guard = NonFiniteGuard(run, nonfinite, rerun, lambda: Seen(None, self.log.batch, self.index))
-        self.reads_loss = run.device_type == "cpu"
-        watches = nonfinite == "raise" and run.device_type == "cuda"
-        self.watch = DeviceLossWatch(self.report, self.judge) if watches else None
-        self.spikes = LossSpikes()
+        self.guard = NonFiniteGuard(run, nonfinite, rerun, lambda: Seen(None, self.log.batch, self.loss_checks.index))
+        self.loss_checks = LossChecks(run, nonfinite, self.guard)
         self.meter = run.meter
         self.count_samples = SampleCount() if run.meter.unit == "samples" else None
         # For the first windows in which this rank has data; then the step is routed again, without it.
@@ -80,57 +73,6 @@ class TrainingStep:
     def user_step(self) -> StepFunction:
         """Return the user's step."""
         return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
-
-    def report(self, number: float, step: int, position: int) -> None:
-        """Stop all ranks because a loss copied from a device in the background is not finite.
-
-        One process stops immediately. Several ranks stop through a signal at the next step boundary: a rank that raised
-        alone would leave the others waiting in a collective.
-        """
-        where = f" on rank {self.run.world.rank}" if self.is_distributed else ""
-        message = (
-            f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
-            f"batch {position}){where}. Lower the learning rate or clip gradients; "
-            "Trainer(nonfinite='skip') leaves such updates out, 'ignore' continues."
-        )
-        if not self.is_distributed:
-            raise NonFiniteError(message)
-        self.triggers.set(Signal.NONFINITE, message)
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Record a loss for the progress bar and hooks, and check that it is finite."""
-        if self.reads_loss:
-            # The loss is read only here in a step, and only on the CPU: on a GPU the host would wait for the device,
-            # which costs the overlap between them.
-            number = loss.item()
-            if number - number != 0.0:
-                if self.guard.sees_losses:
-                    self.meet_nonfinite(number)
-            elif self.spikes(number, self.index):
-                self.report_spike(number, self.progress.global_step)
-            self.run.latest_loss = number
-        else:
-            self.run.latest_loss = loss.detach()
-            if self.watch is not None:
-                self.watch(loss, self.progress.global_step, self.index)
-
-    def judge(self, number: float, step: int, position: int) -> None:
-        """Check a loss that was copied from a device in the background."""
-        if self.spikes(number, position):
-            self.report_spike(number, step)
-
-    def report_spike(self, number: float, step: int) -> None:
-        """Send rank 0 a message about a loss of this rank that is far above the previous ones."""
-        where = f" on rank {self.run.world.rank}" if self.is_distributed else ""
-        self.triggers.set(
-            Signal.NOTE,
-            f"The loss rose to {number:.4g} at optimizer step {step} (epoch {self.progress.epoch}){where}; it had been "
-            f"about {self.spikes.mean:.4g}, give or take {self.spikes.deviation:.2g}.",
-        )
-
-    def meet_nonfinite(self, number: float) -> None:
-        """Handle a loss of this rank that is not finite."""
-        self.guard.see(number, self.log.batch, self.index)
 
     def advance(self, consumed: int) -> None:
         """Count the batches of a window, whose update has been counted, and record the next position."""
@@ -163,7 +105,7 @@ class TrainingStep:
         """Transfer a batch, pass it to the log and call the hooks; return the batch."""
         if self.transfer is not None:
             batch = self.transfer(batch)
-        self.index = index
+        self.loss_checks.index = index
         self.log.begin_batch(batch, self.strategy.part.share)
         if self.count_samples is not None:
             self.meter.open_units += self.count_samples(batch)
@@ -173,11 +115,6 @@ class TrainingStep:
                 self.triggers.set(Signal.END_EPOCH)
         return batch
 
-    def go_back(self, spikes: LossSpikes) -> None:
-        """Forget the losses of a window that is repeated; ``spikes``: those before it."""
-        self.spikes = spikes
-        self.guard.bad = None
-
     def refresh(self) -> None:
         """Refresh the values that may change between epochs. Collective."""
         if self.strategy.trainability_changed(self.run.module):
@@ -185,5 +122,4 @@ class TrainingStep:
 
     def flush(self) -> None:
         """Wait for losses that are still being checked."""
-        if self.watch is not None:
-            self.watch.flush()
+        self.loss_checks.flush()

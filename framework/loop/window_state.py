@@ -19,7 +19,7 @@ class WindowState:
         self._step = step
         self._log = run.train_log.record()
         self._buffers = _Buffers(run.module)
-        self._spikes, self._latest_loss = step.spikes.copied(), run.latest_loss
+        self._spikes, self._latest_loss = step.loss_checks.spikes.copied(), run.latest_loss
 
     def restore(self) -> None:
         """Undo what the window has changed. Once; attributes of the user's objects keep their values."""
@@ -29,7 +29,7 @@ class WindowState:
         self._buffers.restore()
         run.latest_loss = self._latest_loss
         run.meter.drop_step()
-        step.go_back(self._spikes)
+        step.loss_checks.go_back(self._spikes)
 
 
 class _Buffers:
