@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...framework.core.lazy_exports import face
-from .absent import ABSENT
+from .aliases import ABSENT, install
 
 if TYPE_CHECKING:
     from ... import __version__ as __version__
@@ -23,22 +23,20 @@ if TYPE_CHECKING:
     from . import (
         callbacks as callbacks,
         cli as cli,
-        core as core,
         fabric as fabric,
         loggers as loggers,
         profilers as profilers,
         strategies as strategies,
-        trainer as trainer,
         utilities as utilities,
     )
-    from .examples import cli_lightning_logo as cli_lightning_logo
+    from .utilities import cli_lightning_logo as cli_lightning_logo
 
     LightningDataModule = DataModule
     LightningModule = TrainModule
 
 _HOMES = {
     ".": "callbacks cli core fabric loggers profilers strategies trainer utilities",
-    ".examples": "cli_lightning_logo",
+    ".utilities": "cli_lightning_logo",
     "...": "__version__",
     "...framework.api.callback": "Callback",
     "...framework.api.data_module": "LightningDataModule=DataModule",
@@ -48,4 +46,5 @@ _HOMES = {
     "...framework.trainer.trainer": "Trainer",
 }
 
+install()
 __all__, __getattr__, __dir__ = face(__name__, _HOMES, ABSENT)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from ranks import run_on_ranks
+from ranks import run_on_ranks, run_script
 
 import phalanx
 from phalanx.compat import lightning as compat
+from phalanx.compat.lightning import aliases
 
 pytest.importorskip("lightning.pytorch")
 
@@ -183,6 +184,25 @@ def test_the_package_has_its_folders_as_attributes() -> None:
     assert phalanx.callbacks.EarlyStopping is compat.callbacks.EarlyStopping
     assert phalanx.loggers.CSVLogger is compat.loggers.CSVLogger
     assert compat.LightningModule is phalanx.TrainModule
+
+
+def test_modules_without_a_file_are_imported_by_their_table() -> None:
+    for name, homes in aliases.MODULES.items():
+        module = importlib.import_module(f"phalanx.compat.lightning.{name}")
+        assert all(hasattr(module, each) for each in module.__all__), name
+        assert homes
+    with pytest.raises(ModuleNotFoundError, match=r"callbacks\.nothing"):
+        importlib.import_module("phalanx.compat.lightning.callbacks.nothing")
+
+
+def test_modules_of_utilities_are_attributes_without_an_import() -> None:
+    done = run_script(
+        "import phalanx.compat.lightning as pl\n"
+        "print(pl.utilities.seed.isolate_rng.__name__, pl.utilities.types.STEP_OUTPUT is not None)\n"
+        "print(pl.fabric.utilities.rank_zero.rank_zero_only is pl.utilities.rank_zero_only)\n"
+        "print(hasattr(pl.utilities, 'nothing'))\n"
+    )
+    assert done.stdout.splitlines() == ["isolate_rng True", "True", "False"]
 
 
 def test_another_name_of_an_object_is_reported() -> None:

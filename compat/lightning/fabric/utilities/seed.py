@@ -1,7 +1,0 @@
-"""``lightning.fabric.utilities.seed``."""
-
-from __future__ import annotations
-
-from .....framework.distributed.seed import seed_everything
-
-__all__ = ["seed_everything"]
