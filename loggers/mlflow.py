@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..framework.metrics.hparams_text import flattened
 from ..framework.system.environment import library_variable, set_library_default
-from .outbox import metrics_of
+from .delivery import Record, Refused, Store, first_line, metrics_of
 from .remote import Identity, RemoteLogger
-from .sender import Record, Refused, Store, first_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -29,6 +28,8 @@ _FINAL = {
     "RESOURCE_DOES_NOT_EXIST",
 }
 _TAG = "phalanx.run"
+# The tag of how many records the run has, after the identity that they are of.
+_SENT = "phalanx.sent"
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
@@ -109,7 +110,6 @@ class MLFlowStore(Store):
     """A run of MLflow. A point is identified by name, step, value and time, so sending one again has no effect."""
 
     batch_records = 200
-    keeps_position = True
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class MLFlowStore(Store):
         # For each name the newest point: a value that is recorded twice at a step, such as the epoch, is one point.
         self._newest: dict[str, tuple[int, float]] = {}
 
-    def connect(self, records: Iterator[Record], sent: int) -> int:
+    def connect(self, records: Iterator[Record]) -> int:
         # MLflow would try for minutes by itself; the sender tries again, and knows when the run ends.
         set_library_default("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow import MlflowClient
@@ -147,6 +147,8 @@ class MLFlowStore(Store):
             self.experiment_id = self._find_experiment()
             self.run_id = self._find_run()
         self._identity.set("run_id", self.run_id)
+        key, _, text = self.client.get_run(self.run_id).data.tags.get(_SENT, "").partition(" ")
+        sent = int(text) if key == self._identity.key else 0
         for number, record in enumerate(records):
             if number < sent and "metrics" in record:
                 self._points(record)
@@ -157,9 +159,10 @@ class MLFlowStore(Store):
 
         known = dict(self._newest)
         try:
-            self._log_points([point for record in records if "metrics" in record for point in self._points(record)])
             for record in records:
                 self._log_other(record)
+            points = [point for record in records if "metrics" in record for point in self._points(record)]
+            self._log_points(points, first + len(records))
         except MlflowException as error:
             self._newest = known
             if error.error_code in _FINAL:
@@ -197,11 +200,15 @@ class MLFlowStore(Store):
                 points.append((name, value, milliseconds, step))
         return points
 
-    def _log_points(self, points: Sequence[tuple[str, float, int, int]]) -> None:
-        from mlflow.entities import Metric
+    def _log_points(self, points: Sequence[tuple[str, float, int, int]], sent: int) -> None:
+        """Record points, and with the last of them how many records the run has."""
+        from mlflow.entities import Metric, RunTag
 
-        for start in range(0, len(points), _MOST_METRICS):
-            self.client.log_batch(self.run_id, [Metric(*point) for point in points[start : start + _MOST_METRICS]])
+        metrics = [Metric(*point) for point in points]
+        while len(metrics) > _MOST_METRICS:
+            self.client.log_batch(self.run_id, metrics[:_MOST_METRICS])
+            metrics = metrics[_MOST_METRICS:]
+        self.client.log_batch(self.run_id, metrics, tags=[RunTag(_SENT, f"{self._identity.key} {sent}")])
 
     def _log_other(self, record: Record) -> None:
         if "hparams" in record:

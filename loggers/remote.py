@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import secrets
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -22,8 +22,7 @@ from ..framework.metrics.hparams_text import as_mapping
 from ..framework.metrics.media import Histogram, Images, Media, Table, Text
 from ..framework.metrics.media_methods import media_record
 from ..framework.system.atomic_files import write_text
-from .outbox import Outbox
-from .sender import Sender, Store
+from .delivery import Delivery, Store
 
 _CONNECT_SECONDS = 120.0
 _CLOSE_SECONDS = 60.0
@@ -34,9 +33,10 @@ _CLOSE_SECONDS_AFTER_ERROR = 10.0
 class RemoteLogger(FileLogger):
     """Base class of the loggers of other libraries.
 
-    Every record is first written to an outbox, a file in the run's directory, and a thread passes it on. A step never
-    waits for a network, and while the server cannot be reached records are kept in the file, also beyond the end of the
-    process: they are sent when the run resumes. A resumed run continues the same remote run and records each step once.
+    Every record is first written to a file in the run's directory, and a thread passes it on. A step never waits for a
+    network, and while the server cannot be reached records are kept in the file, also beyond the end of the process:
+    they are sent when the run resumes. A resumed run continues the same remote run, asks it for what it has, and
+    records each step once. The libraries' own queues do not suffice: all of them lose points when a process is killed.
 
     Attributes:
         LIBRARY: the module of the library; also the name of the logger's files.
@@ -46,7 +46,7 @@ class RemoteLogger(FileLogger):
     LIBRARY = ""
     REQUIREMENT = ""
 
-    _LIVE: ClassVar = {"_sender": type(None), "_outbox": type(None), "_saver": type(None)}
+    _LIVE: ClassVar = {"_delivery": type(None), "_saver": type(None)}
 
     def __init__(
         self,
@@ -67,8 +67,7 @@ class RemoteLogger(FileLogger):
         self._log_model = log_model
         self._saver: Any = None
         self._logged_models: set[tuple[str, float]] = set()
-        self._outbox: Outbox | None = None
-        self._sender: Sender | None = None
+        self._delivery: Delivery | None = None
         self._next_step = 0
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -114,28 +113,25 @@ class RemoteLogger(FileLogger):
             self._add_models()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"directory": self.log_dir, "position": self._current_outbox().size}
+        return {"directory": self.log_dir, "position": self._current().size}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
         # A directory that the user chose may contain another run's file by now.
         if self._fixed_save_dir is None or state.get("directory") == self.log_dir:
-            self._current_outbox().resume(state.get("position"), step)
+            self._current().resume(state.get("position"), step)
 
     def finalize(self, status: str) -> None:
         if self._log_model and self._saver is not None and status == "success":
             self._add_models()
         self._saver = None
-        sender, self._sender = self._sender, None
-        outbox, self._outbox = self._outbox, None
-        if sender is not None and outbox is not None:
-            atexit.unregister(self._at_exit)
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None and delivery.is_started:
             seconds = _CLOSE_SECONDS if status == "success" else _CLOSE_SECONDS_AFTER_ERROR
-            if missing := sender.finish(status, seconds):
+            if missing := delivery.finish(status, seconds):
                 self._say(
-                    f"{type(self).__name__}: {missing} records were not sent; they are kept in {outbox.path} and are "
+                    f"{type(self).__name__}: {missing} records were not sent; they are kept in {delivery.path} and are "
                     "sent when the run resumes."
                 )
-            outbox.close()
 
     def _connected(self) -> Any:
         """Return the store, connected; on other ranks than 0 an object on which every call has no effect.
@@ -145,30 +141,24 @@ class RemoteLogger(FileLogger):
         """
         if not is_rank_zero():
             return _Nothing()
-        self._begun()
-        assert self._sender is not None
-        if not self._sender.connected(_CONNECT_SECONDS):
+        store = self._begun().connected(_CONNECT_SECONDS)
+        if store is None:
             raise ConnectionError(f"{type(self).__name__}: the run was not opened in {_CONNECT_SECONDS:.0f} s.")
-        return self._sender.store
+        return store
 
-    def _begun(self) -> Outbox:
-        """Return the outbox, from which a thread sends."""
-        outbox = self._current_outbox()
-        if self._sender is None:
-            directory = self._make_log_dir()
-            store = self._new_store(Identity(directory / f"{self.LIBRARY}.json"))
-            self._sender = Sender(outbox.path, store, self._say, type(self).__name__)
-            atexit.register(self._at_exit)
-        return outbox
+    def _begun(self) -> Delivery:
+        """Return the delivery of the current run, started."""
+        delivery = self._current()
+        if not delivery.is_started:
+            delivery.start(self._new_store(Identity(self._make_log_dir() / f"{self.LIBRARY}.json")))
+        return delivery
 
-    def _current_outbox(self) -> Outbox:
-        if self._outbox is None:
-            self._outbox = Outbox(Path(self.log_dir) / f"{self.LIBRARY}.jsonl")
-        return self._outbox
-
-    def _at_exit(self) -> None:
-        # A program without a Trainer may end without finalize.
-        self.finalize("success")
+    def _current(self) -> Delivery:
+        if self._delivery is None:
+            path = Path(self.log_dir) / f"{self.LIBRARY}.jsonl"
+            # A program without a Trainer may end without finalize.
+            self._delivery = Delivery(path, type(self).__name__, self._say, partial(self.finalize, "success"))
+        return self._delivery
 
     def _add_models(self) -> None:
         """Record the checkpoints that the callback holds and that were not recorded before."""

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..framework.metrics.hparams_text import flattened
 from ..framework.system.environment import library_variable
-from .outbox import metrics_of
+from .delivery import Record, Refused, Store, metrics_of
 from .remote import Identity, RemoteLogger
-from .sender import Record, Refused, Store
 
 if TYPE_CHECKING:
     from trackio import Run
@@ -81,9 +80,9 @@ class TrackioStore(Store):
         destinations = [options.get(name) or library_variable(f"TRACKIO_{name.upper()}") for name in _DESTINATIONS]
         self._is_local = not any(destinations)
         # Trackio keeps the points for a remote store itself; what was handed over is not handed over again.
-        self.keeps_position = not self._is_local
+        self._sent = Path(directory, "trackio.sent")
 
-    def connect(self, records: Iterator[Record], sent: int) -> int:
+    def connect(self, records: Iterator[Record]) -> int:
         import trackio
 
         known = list(records)
@@ -92,7 +91,7 @@ class TrackioStore(Store):
             config.update(flattened(record.get("hparams", {})))
         config = {name.lstrip("_"): value for name, value in config.items()}
         self.run = trackio.init(project=self._project, name=self._name, resume="allow", config=config, **self._options)
-        return self._number_stored(known) if self._is_local else sent
+        return self._number_stored(known) if self._is_local else _read_number(self._sent)
 
     def deliver(self, first: int, records: Sequence[Record]) -> None:
         for record in records:
@@ -102,6 +101,10 @@ class TrackioStore(Store):
                 self.run.log(self._shown(record["media"]), step=record["step"])
             elif "model" in record:
                 self._log_model(record["model"])
+        if not self._is_local:
+            # Of a fixed length, so that one system call replaces the whole file.
+            with self._sent.open("r+b" if self._sent.exists() else "w+b", buffering=0) as file:
+                file.write(b"%020d" % (first + len(records)))
 
     def close(self, status: str) -> None:
         self.run.finish()
@@ -158,3 +161,10 @@ def _numbered(key: str, number: int, count: int) -> str:
 def _plain_names(row: Mapping[str, Any]) -> list[str]:
     """Return the names of a row's metrics; Trackio has renamed those that it uses itself."""
     return [name.removeprefix("__") for name in row if name not in ("step", "timestamp")]
+
+
+def _read_number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0

@@ -12,9 +12,8 @@ from torch import nn
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.system.environment import library_variable
-from .outbox import metrics_of
+from .delivery import Record, Refused, Store, first_line, metrics_of
 from .remote import Identity, RemoteLogger
-from .sender import Record, Refused, Store, first_line
 from .wandb_files import history, records
 
 if TYPE_CHECKING:
@@ -138,7 +137,10 @@ class WandbLogger(RemoteLogger):
     def _new_store(self, identity: Identity) -> Store:
         options = {**self._options, "id": self._options["id"] or identity.key, "project": self.name or None}
         options["dir"] = options["dir"] or str(identity.directory)
-        return WandbStore(options, identity.directory, self._given, self._artifacts, self._say)
+        # A run with a given id may have the rows of several directories, and each numbers its own.
+        is_own = self._given is None and options["id"] == identity.key
+        column = _RECORD if is_own else f"{_RECORD}_{identity.key}"
+        return WandbStore(options, identity.directory, self._given, self._artifacts, column, self._say)
 
 
 class WandbStore(Store):
@@ -150,15 +152,17 @@ class WandbStore(Store):
         directory: Path,
         given: Run | None,
         artifacts: Mapping[str, Any],
+        column: str,
         say: Any,
     ) -> None:
         self._options = options
         self._directory = directory
         self._given = given
         self._artifacts = artifacts
+        self._column = column
         self._say = say
 
-    def connect(self, records: Iterator[Record], sent: int) -> int:
+    def connect(self, records: Iterator[Record]) -> int:
         self.run = self._given or self._opened()
         self.run.define_metric(_STEP)
         self.run.define_metric("*", step_metric=_STEP, step_sync=True)
@@ -205,17 +209,17 @@ class WandbStore(Store):
         return run
 
     def _log(self, values: Mapping[str, Any], step: int, number: int) -> None:
-        self.run.log({**values, _STEP: step, _RECORD: number})
+        self.run.log({**values, _STEP: step, self._column: number})
 
     def _newest_sent(self) -> int:
         """Return the number of the newest record on the server, -1 for none."""
-        return int(self.run.summary.get(_RECORD, -1))
+        return int(self.run.summary.get(self._column, -1))
 
     def _newest_kept(self) -> int:
         """Return the number of the newest record in the run's files, -1 for none; a kill loses the newest rows."""
         root = Path(self._options["dir"]) / "wandb"
         files = root.glob(f"offline-run-*-{self.run.id}/run-{self.run.id}.wandb")
-        return max((int(row.get(_RECORD, -1)) for file in files for row in history(file)), default=-1)
+        return max((int(row.get(self._column, -1)) for file in files for row in history(file)), default=-1)
 
     def _shown(self, media: Mapping[str, Any]) -> Any:
         """Return the value of W&B for a media item."""

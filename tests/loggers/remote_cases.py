@@ -81,8 +81,8 @@ def mlflow_outage(directory: Path, uri: str) -> None:
     logger = started(MLFlowLogger("outage", tracking_uri=uri), directory)
     fanout = LoggerFanout([logger], notes.append)
     fanout.log_metrics({"loss": 1.0}, 0)
-    wait_until(lambda: (Path(logger.log_dir) / "mlflow.sent").exists())
     client, run_id = logger.experiment, logger.run_id
+    wait_until(lambda: client.get_metric_history(run_id, "loss"))
     (directory / "ready").touch()
     wait_until((directory / "stopped").exists)
     for step in range(1, 5):
@@ -135,7 +135,7 @@ def wandb_resumed(directory: Path) -> None:
     log_media(logger)
     logger.after_save_checkpoint(saved(directory))
     run = logger.experiment
-    assert run.config.as_dict() == {"lr": 0.1, "api_key": "***"}
+    wait_until(lambda: run.config.as_dict() == {"lr": 0.1, "api_key": "***"})
     logger.finalize("success")
     # As if the process had been killed before W&B wrote this row.
     outbox = Path(logger.log_dir) / "wandb.jsonl"
@@ -163,6 +163,50 @@ def wandb_resumed(directory: Path) -> None:
         models = {(each.name, each.digest, *sorted(each.aliases)) for each in artifacts if each.type == "model"}
         time.sleep(0.1)
     assert [(name, aliases) for name, _, *aliases in models] == [(f"model-{run.id}", ["best", "latest"])], models
+
+
+def wandb_given_id(directory: Path) -> None:
+    """Two directories record in one run of W&B: each numbers its own records, and none is left out."""
+    from phalanx.loggers.wandb_files import history
+
+    for number in range(2):
+        logger = WandbLogger(offline=True, project="cases", id="mine", dir=directory)
+        started(logger, directory / str(number))
+        for step in range(2):
+            logger.log_metrics({"loss": 0.0}, 2 * number + step)
+        logger.finalize("success")
+    files = [file for file in directory.rglob("run-*.wandb") if not file.parent.is_symlink()]
+    steps = [row["trainer/global_step"] for file in files for row in history(file) if "loss" in row]
+    assert sorted(steps) == ["0", "1", "2", "3"], steps
+
+
+def wandb_unfinished(directory: Path) -> None:
+    """A program that ends without ``finalize``."""
+    logger = started(WandbLogger(offline=True, project="cases"), directory)
+    logger.log_metrics({"loss": 0.0}, 0)
+    assert logger.experiment.offline
+    logger.log_metrics({"loss": 1.0}, 1)
+
+
+def wandb_unfinished_rows(directory: Path) -> None:
+    """The rows of that program."""
+    from phalanx.loggers.wandb_files import history
+
+    files = [file for file in directory.rglob("run-*.wandb") if not file.parent.is_symlink()]
+    assert [row["trainer/global_step"] for file in files for row in history(file)] == ["0", "1"]
+
+
+def mlflow_given_id(directory: Path, uri: str) -> None:
+    """Two directories record in one run of MLflow, and no record of the second is taken for one of the first."""
+    logger = started(MLFlowLogger("shared", tracking_uri=uri), directory / "0")
+    logger.log_metrics({"loss": 0.0}, 0)
+    logger.log_metrics({"loss": 0.0}, 1)
+    client, run_id = logger.experiment, logger.run_id
+    logger.finalize("success")
+    again = started(MLFlowLogger("shared", tracking_uri=uri, run_id=run_id), directory / "1")
+    again.log_metrics({"loss": 0.0}, 2)
+    again.finalize("success")
+    assert [point.step for point in client.get_metric_history(run_id, "loss")] == [0, 1, 2]
 
 
 def wandb_without_a_key(directory: Path) -> None:

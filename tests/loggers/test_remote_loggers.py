@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         "PHALANX_TEST_SERVICES" not in os.environ,
-        reason="the local service of W&B was seen to drop its connection: `make services` runs these tests",
+        reason="servers and services for a minute and a half: `make services` runs these tests",
     ),
 ]
 
@@ -72,12 +72,17 @@ def run_case(name: str, directory: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", ["wandb_resumed", "wandb_without_a_key", "trackio_records"])
+@pytest.mark.parametrize("name", ["wandb_resumed", "wandb_given_id", "wandb_without_a_key", "trackio_records"])
 def test_a_local_store(name: str, tmp_path: Path) -> None:
     run_case(name, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mlflow_records", "mlflow_unreachable"])
+def test_a_program_that_ends_without_finalize_leaves_no_record_behind(tmp_path: Path) -> None:
+    run_case("wandb_unfinished", tmp_path)
+    run_case("wandb_unfinished_rows", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mlflow_records", "mlflow_given_id", "mlflow_unreachable"])
 def test_mlflow(name: str, tmp_path: Path, tracking_uri: str) -> None:
     run_case(name, tmp_path, tracking_uri)
 

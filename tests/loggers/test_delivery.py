@@ -1,9 +1,9 @@
-"""``Outbox`` and ``Sender``: each record reaches the store once and in order, whatever the store does."""
+"""``Delivery``: each record reaches the store once and in order, whatever the store does."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ from ranks import run_script, wait_until
 
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.metrics.json_lines import read_lines
-from phalanx.loggers import MLFlowLogger, TrackioLogger, WandbLogger, remote, sender
-from phalanx.loggers.outbox import Outbox, metrics_of
-from phalanx.loggers.sender import Record, Refused, Sender, Store
+from phalanx.loggers import MLFlowLogger, TrackioLogger, WandbLogger, delivery, remote
+from phalanx.loggers.delivery import Delivery, Record, Refused, Store, metrics_of
 
 
 class Memory(Store):
@@ -23,9 +22,8 @@ class Memory(Store):
 
     batch_records = 3
 
-    def __init__(self, has: int = 0, keeps_position: bool = False) -> None:
+    def __init__(self, has: int = 0) -> None:
         self.has = has
-        self.keeps_position = keeps_position
         self.reachable = True
         self.records: list[tuple[int, int]] = []
         self.statuses: list[str] = []
@@ -33,9 +31,9 @@ class Memory(Store):
         self.hang = threading.Event()
         self.hang.set()
 
-    def connect(self, records: Iterator[Record], sent: int) -> int:
+    def connect(self, records: Iterator[Record]) -> int:
         self._reach()
-        return max(self.has, sent)
+        return self.has
 
     def deliver(self, first: int, records: Sequence[Record]) -> None:
         self._reach()
@@ -55,97 +53,91 @@ class Memory(Store):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "_PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr(sender, "_LONGEST_PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(sender, "_FAILING_SECONDS", 0.2)
+    monkeypatch.setattr(delivery, "_PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(delivery, "_LONGEST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(delivery, "_FAILING_SECONDS", 0.2)
 
 
-def filled(path: Path, steps: Sequence[int]) -> Outbox:
-    outbox = Outbox(path / "a.jsonl")
+def filled(path: Path, steps: Sequence[int], say: Callable[[str], Any] = pytest.fail) -> Delivery:
+    """Return a delivery with a point at each step, not yet started."""
+    found = Delivery(path / "a.jsonl", "L", say, list)
     for step in steps:
-        outbox.add_metrics({"loss": float(step)}, step)
-    return outbox
+        found.add_metrics({"loss": float(step)}, step)
+    return found
 
 
 def test_records_are_delivered_in_batches_and_the_store_is_closed(tmp_path: Path) -> None:
-    outbox, store = filled(tmp_path, range(7)), Memory()
-    thread = Sender(outbox.path, store, pytest.fail, "L")
-    assert thread.finish("success", 30) == 0
+    given, store = filled(tmp_path, range(7)), Memory()
+    given.start(store)
+    assert given.finish("success", 30) == 0
     assert store.records == [(step, step) for step in range(7)]
     assert store.statuses == ["success"]
-    outbox.close()
 
 
 def test_a_store_that_comes_back_gets_everything_after_one_sentence(tmp_path: Path) -> None:
     notes: list[str] = []
-    outbox, store = filled(tmp_path, range(2)), Memory()
+    given, store = filled(tmp_path, range(2), notes.append), Memory()
     store.reachable = False
-    thread = Sender(outbox.path, store, notes.append, "L")
+    given.start(store)
     wait_until(lambda: store.attempts > 3)
-    outbox.add_metrics({"loss": 2.0}, 2)
+    given.add_metrics({"loss": 2.0}, 2)
     store.reachable = True
     wait_until(lambda: len(store.records) == 3)
     store.reachable = False
-    outbox.add_metrics({"loss": 3.0}, 3)
+    given.add_metrics({"loss": 3.0}, 3)
     wait_until(lambda: store.attempts > 10)
     store.reachable = True
-    assert thread.finish("success", 30) == 0
+    assert given.finish("success", 30) == 0
     assert store.records == [(step, step) for step in range(4)]
     assert len(notes) == 1
     assert "L: the server cannot be reached (ConnectionError: no route)" in notes[0]
-    outbox.close()
 
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_the_end_does_not_wait_for_a_store_out_of_reach(tmp_path: Path, hangs: bool) -> None:
-    outbox, store = filled(tmp_path, range(2)), Memory()
+    given, store = filled(tmp_path, range(2), lambda sentence: None), Memory()
     store.reachable = False
     if hangs:
         store.hang.clear()
-    thread = Sender(outbox.path, store, lambda sentence: None, "L")
+    given.start(store)
     wait_until(lambda: store.attempts > 0)
-    assert thread.finish("success", 0.2) == 2
+    assert given.finish("success", 0.2) == 2
     assert store.statuses == []
     store.hang.set()
-    outbox.close()
 
 
 def test_a_refused_record_is_left_out_with_one_report(tmp_path: Path) -> None:
     notes: list[str] = []
-    outbox, store = filled(tmp_path, [0, -1, 2, -3, 4]), Memory()
-    assert Sender(outbox.path, store, notes.append, "L").finish("success", 30) == 0
+    given, store = filled(tmp_path, [0, -1, 2, -3, 4], notes.append), Memory()
+    given.start(store)
+    assert given.finish("success", 30) == 0
     assert store.records == [(0, 0), (2, 2), (4, 4)]
     assert notes == ["L leaves out what was refused (negative)."]
-    outbox.close()
 
 
-def test_a_later_sender_continues_where_the_store_is(tmp_path: Path) -> None:
-    outbox = filled(tmp_path, range(4))
-    store = Memory(has=3)
-    Sender(outbox.path, store, pytest.fail, "L").finish("success", 30)
-    assert store.records == [(3, 3)]
-    for expected in ([(number, number) for number in range(4)], []):
-        store = Memory(keeps_position=True)
-        Sender(outbox.path, store, pytest.fail, "L").finish("success", 30)
+def test_a_later_process_continues_where_the_store_is(tmp_path: Path) -> None:
+    filled(tmp_path, range(4))
+    for has, expected in ((3, [(3, 3)]), (4, []), (0, [(number, number) for number in range(4)])):
+        store = Memory(has)
+        given = filled(tmp_path, [])
+        given.start(store)
+        assert given.finish("success", 30) == 0
         assert store.records == expected
-    outbox.close()
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_points_that_a_resumed_run_repeats_are_recorded_once(tmp_path: Path, known: bool) -> None:
-    outbox = filled(tmp_path, range(2))
-    position = outbox.size if known else None
-    outbox.add_metrics({"loss": 2.0, "epoch": 0}, 2)
-    outbox.add_media({"key": "image"}, 2)
-    outbox.close()
-    again = Outbox(outbox.path)
+    first = filled(tmp_path, range(2))
+    position = first.size if known else None
+    first.add_metrics({"loss": 2.0, "epoch": 0}, 2)
+    first.add_media({"key": "image"}, 2)
+    again = filled(tmp_path, [])
     again.resume(position, 2)
     again.add_metrics({"loss": 2.5, "epoch": 0}, 2)
     again.add_metrics({"val": 1.0, "epoch": 0}, 2)
     again.add_media({"key": "image"}, 2)
     again.add_metrics({"loss": float("inf")}, 3)
-    again.close()
-    records = [record for _, record in read_lines(outbox.path)]
+    records = [record for _, record in read_lines(again.path)]
     assert [(record["step"], record.get("metrics", record.get("media"))) for record in records] == [
         (0, {"loss": 0.0}),
         (1, {"loss": 1.0}),
@@ -195,7 +187,7 @@ def test_other_ranks_than_0_have_an_experiment_without_effect(tmp_path: Path, mo
 def test_a_message_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "abcdef123456")
     error = ConnectionError("GET http://me:secret@host/x?key=abcdef123456 failed\nmore")
-    assert sender.first_line(error) == "GET http://***@host/x?key=*** failed"
+    assert delivery.first_line(error) == "GET http://***@host/x?key=*** failed"
 
 
 def test_loggers_by_name_import_none_of_the_libraries() -> None:
