@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -141,13 +142,13 @@ class MLFlowStore(Store):
 
         self.client = MlflowClient(self._uri)
         if self.run_id:
-            self.experiment_id = self.client.get_run(self.run_id).info.experiment_id
             self.client.update_run(self.run_id, status="RUNNING")
         else:
-            self.experiment_id = self._find_experiment()
-            self.run_id = self._find_run()
+            self.run_id = self._find_run(self._find_experiment())
+        opened = self.client.get_run(self.run_id)
+        self.experiment_id = opened.info.experiment_id
         self._identity.set("run_id", self.run_id)
-        key, _, text = self.client.get_run(self.run_id).data.tags.get(_SENT, "").partition(" ")
+        key, _, text = opened.data.tags.get(_SENT, "").partition(" ")
         sent = int(text) if key == self._identity.key else 0
         for number, record in enumerate(records):
             if number < sent and "metrics" in record:
@@ -159,10 +160,16 @@ class MLFlowStore(Store):
 
         known = dict(self._newest)
         try:
-            for record in records:
-                self._log_other(record)
             points = [point for record in records if "metrics" in record for point in self._points(record)]
-            self._log_points(points, first + len(records))
+            others = [record for record in records if "metrics" not in record]
+            sent = f"{self._identity.key} {first + len(records)}"
+            self._log_points(points, None if others else sent)
+            for record in others:
+                self._log_other(record)
+            if others:
+                # The next records say it again.
+                with contextlib.suppress(Exception):
+                    self.client.set_tag(self.run_id, _SENT, sent)
         except MlflowException as error:
             self._newest = known
             if error.error_code in _FINAL:
@@ -181,13 +188,11 @@ class MLFlowStore(Store):
             return str(found.experiment_id)
         return str(self.client.create_experiment(self._experiment_name, artifact_location=self._artifact_location))
 
-    def _find_run(self) -> str:
+    def _find_run(self, experiment: str) -> str:
         """Return the run of this identity. A killed process may have created it without writing down its id."""
         query = f"tags.`{_TAG}` = '{self._identity.key}'"
-        found = self.client.search_runs([self.experiment_id], query, max_results=1)
-        run = (
-            found[0] if found else self.client.create_run(self.experiment_id, tags=self._tags, run_name=self._run_name)
-        )
+        found = self.client.search_runs([experiment], query, max_results=1)
+        run = found[0] if found else self.client.create_run(experiment, tags=self._tags, run_name=self._run_name)
         return str(run.info.run_id)
 
     def _points(self, record: Record) -> list[tuple[str, float, int, int]]:
@@ -200,15 +205,16 @@ class MLFlowStore(Store):
                 points.append((name, value, milliseconds, step))
         return points
 
-    def _log_points(self, points: Sequence[tuple[str, float, int, int]], sent: int) -> None:
-        """Record points, and with the last of them how many records the run has."""
+    def _log_points(self, points: Sequence[tuple[str, float, int, int]], sent: str | None) -> None:
+        """Record points, and with the last of them the value of the tag that counts the records."""
         from mlflow.entities import Metric, RunTag
 
-        metrics = [Metric(*point) for point in points]
-        while len(metrics) > _MOST_METRICS:
-            self.client.log_batch(self.run_id, metrics[:_MOST_METRICS])
-            metrics = metrics[_MOST_METRICS:]
-        self.client.log_batch(self.run_id, metrics, tags=[RunTag(_SENT, f"{self._identity.key} {sent}")])
+        for start in range(0, len(points) or 1, _MOST_METRICS):
+            metrics = [Metric(*point) for point in points[start : start + _MOST_METRICS]]
+            is_last = start + _MOST_METRICS >= len(points)
+            tags = [RunTag(_SENT, sent)] if is_last and sent is not None else []
+            if metrics or tags:
+                self.client.log_batch(self.run_id, metrics, tags=tags)
 
     def _log_other(self, record: Record) -> None:
         if "hparams" in record:
