@@ -15,7 +15,7 @@ from ...core.errors import CheckpointError
 from .dcp import named_optimizer, read_nested, tensors_of
 from .deepspeed import from_engine, read_engine
 from .detect_format import file_of, names_in
-from .foreign_state import Foreign, ForeignProgress, Request, all_bare, counted, prefix_in
+from .foreign_state import Foreign, ForeignProgress, Request, all_bare, counted, prefix_in, renamed
 from .parameter_order import build_module, by_name, orders_of, with_kinds
 
 _SAFE, _PICKLED, _FULL, _SCALER = "model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "scaler.pt"
@@ -34,7 +34,7 @@ def convert_folder(request: Request) -> Foreign:
     module = build_module(request.module, {})
     prefix = prefix_in(module, weights, request.prefix)
     foreign = Foreign("accelerate", {prefix + name: tensor for name, tensor in weights.items()})
-    states = [_behind(prefix, state) for state in _numbered(request, "optimizer")]
+    states = [renamed(state, lambda name: prefix + name) for state in _numbered(request, "optimizer")]
     orders = orders_of(module, request.optimizers)
     foreign.optimizers = by_name(states, foreign.weights, orders, ordered, foreign.notes) if states else None
     return _with_rest(foreign, request)
@@ -122,20 +122,6 @@ def _numbered(request: Request, stem: str) -> list[dict[str, Any]]:
     ]
     files = [f"{stem}.bin" if not number else f"{stem}_{number}.bin" for number in sorted(numbers)]
     return [request.pickles.load(file_of(request.source, name)) for name in files]
-
-
-def _behind(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with the prefix before names, where it is kept by name."""
-    if not {"param_groups", "state"} <= state.keys():
-        raise CheckpointError(
-            f"an optimizer's file holds {counted([str(key) for key in state])}, and no state of torch's."
-        )
-    groups = [
-        {**group, "params": [prefix + key if isinstance(key, str) else key for key in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    kept = {prefix + key if isinstance(key, str) else key: value for key, value in state["state"].items()}
-    return {"param_groups": groups, "state": kept}
 
 
 def _read_pickled(request: Request) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ Wrappers put parts into the names of tensors, which are removed here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -207,6 +207,24 @@ def all_bare(tensors: Mapping[str, V], prefixes: tuple[str, ...] = ()) -> dict[s
     if len(inner) != len(tensors):
         raise CheckpointError("two tensors of the foreign checkpoint have one name once wrappers are taken out of it.")
     return inner
+
+
+def renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return an optimizer's state with other names for the parameters that it keeps by name.
+
+    Raises:
+        CheckpointError: it is not a state of torch's.
+    """
+    if not {"param_groups", "state"} <= state.keys():
+        raise CheckpointError(
+            f"an optimizer's state holds {counted([str(key) for key in state])}, and no state of torch's."
+        )
+
+    def new_name(key: Any) -> Any:
+        return rename(key) if isinstance(key, str) else key
+
+    groups = [{**group, "params": [new_name(key) for key in group["params"]]} for group in state["param_groups"]]
+    return {"param_groups": groups, "state": {new_name(key): slots for key, slots in state["state"].items()}}
 
 
 def prefix_in(module: nn.Module | None, names: Mapping[str, object], given: str) -> str:

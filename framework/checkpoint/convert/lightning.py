@@ -12,7 +12,7 @@ from ...core.errors import CheckpointError
 from .dcp import named_optimizer, read_nested, tensors_of
 from .deepspeed import OWN, from_engine, read_engine
 from .detect_format import file_of
-from .foreign_state import Foreign, ForeignAverage, ForeignProgress, Request, all_bare, bare, counted
+from .foreign_state import Foreign, ForeignAverage, ForeignProgress, Request, all_bare, bare, counted, renamed
 from .parameter_order import build_module, by_name, orders_of, with_kinds
 
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
@@ -48,7 +48,7 @@ def convert_file(request: Request) -> Foreign:
     if states is not None:
         module = build_module(request.module, foreign.hparams)
         foreign.optimizers = by_name(
-            [_bare_state(state) for state in states],
+            [renamed(state, bare) for state in states],
             weights,
             orders_of(module, request.optimizers),
             True,
@@ -136,13 +136,3 @@ def _averages(content: Mapping[str, Any]) -> dict[str, ForeignAverage]:
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _bare_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with bare names, where it is kept by name."""
-    groups = [
-        {**group, "params": [bare(p) if isinstance(p, str) else p for p in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    kept = {bare(key) if isinstance(key, str) else key: slots for key, slots in state["state"].items()}
-    return {"state": kept, "param_groups": groups}
