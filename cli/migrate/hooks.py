@@ -7,19 +7,18 @@ from collections.abc import Collection, Iterator
 import libcst as cst
 
 from ...callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
-from ...compat.accelerate.absent import MEMBERS
 from ...compat.accelerate.accelerator import Accelerator
-from ...framework.api.absent_names import DATA_MODULE, MODULE, TRAINER
 from ...framework.api.callback import Callback
 from ...framework.api.data_module import DataModule
 from ...framework.api.train_module import TrainModule
+from ...framework.core.absent_names import sentence_for
 from ...framework.trainer.hook_names import FORMER
 from ...framework.trainer.trainer import Trainer
 from .edits import ACCELERATE_PAGE, LIGHTNING_PAGE, Outcome
 from .names import Framework, Target, counterpart
 from .source import Source
 
-_ABSENT: dict[type, dict[str, str]] = {TrainModule: MODULE, DataModule: DATA_MODULE, Callback: {}}
+_BASES = (TrainModule, DataModule, Callback)
 # Overridden methods that exist, and whose contract is another one.
 _OTHER_CONTRACT = {
     "backward": "it is called with the weighted loss, and strategies that shard the state refuse it",
@@ -43,10 +42,8 @@ def check_methods(source: Source, frameworks: Collection[Framework], outcome: Ou
             _check_class(source, outcome, definition, base)
     trainers = {"trainer", *_bound_to(source, Trainer)}
     for attribute in source.walk(cst.Attribute):
-        if _is_trainer(attribute.value, trainers) and (sentence := TRAINER.get(attribute.attr.value)):
-            outcome.leave(
-                source.line(attribute), f"Trainer has no {attribute.attr.value!r}: {sentence}.", LIGHTNING_PAGE
-            )
+        if _is_trainer(attribute.value, trainers):
+            _check_name(Trainer, attribute.attr.value, source.line(attribute), outcome, LIGHTNING_PAGE)
     for call in source.walk(cst.Call):
         _check_weights(source, outcome, call, trainers)
     _check_averages(source, outcome)
@@ -60,19 +57,21 @@ def check_accelerators(source: Source, outcome: Outcome) -> None:
     """Leave the attributes of an ``Accelerator`` that have no counterpart."""
     names = set(_bound_to(source, Accelerator))
     for attribute in source.walk(cst.Attribute):
-        name = attribute.attr.value
-        if isinstance(attribute.value, cst.Name) and attribute.value.value in names and name in MEMBERS:
-            reason = f"Accelerator has no {name!r}: {MEMBERS[name]}"
-            outcome.leave(source.line(attribute), reason, ACCELERATE_PAGE)
+        if isinstance(attribute.value, cst.Name) and attribute.value.value in names:
+            _check_name(Accelerator, attribute.attr.value, source.line(attribute), outcome, ACCELERATE_PAGE)
+
+
+def _check_name(kind: type, name: str, line: int, outcome: Outcome, page: str) -> None:
+    if sentence := sentence_for(kind, name):
+        outcome.leave(line, f"{kind.__name__} has no {name!r}: {sentence}.", page)
 
 
 def _base_of(source: Source, definition: cst.ClassDef) -> type | None:
     for base in definition.bases:
         for path in source.imported_names(base.value):
             target = counterpart(path)
-            if isinstance(target, Target) and target.value in _ABSENT:
-                found: type = target.value
-                return found
+            if isinstance(target, Target) and isinstance(target.value, type) and issubclass(target.value, _BASES):
+                return target.value
     return None
 
 
@@ -84,10 +83,10 @@ def _check_class(source: Source, outcome: Outcome, definition: cst.ClassDef, bas
         method_name = f"{definition.name.value}.{name}"
         if (meant := FORMER.get(name)) and hasattr(base, meant):
             outcome.leave(line, f"phalanx never calls {method_name}: use {meant!r}.", LIGHTNING_PAGE)
-        elif sentence := _ABSENT[base].get(name):
-            outcome.leave(line, f"{base.__name__} has no {name!r}: {sentence}.", LIGHTNING_PAGE)
-        elif base is TrainModule and (sentence := _OTHER_CONTRACT.get(name)):
+        elif issubclass(base, TrainModule) and (sentence := _OTHER_CONTRACT.get(name)):
             outcome.leave(line, f"{method_name} has another contract: {sentence}.", LIGHTNING_PAGE)
+        else:
+            _check_name(base, name, line, outcome, LIGHTNING_PAGE)
 
 
 def _bound_to(source: Source, kind: type) -> Iterator[str]:

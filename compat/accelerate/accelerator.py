@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...framework.core.absent_names import lacks, sentence_for
 from ...framework.core.arguments import check_names, names_arguments
 from ...framework.core.errors import ConfigurationError, did_you_mean
 from ...framework.fabric.fabric import Fabric
@@ -43,6 +44,7 @@ def read(path: str) -> Any:
     return property(attrgetter(path), doc=f"The value of ``{path}``.")
 
 
+@lacks(MEMBERS)
 class Accelerator(Accumulation):
     """Ranks, strategy and precision for hand-written loops, under Accelerate's names; see ``phalanx.Fabric``.
 
@@ -116,9 +118,10 @@ class Accelerator(Accumulation):
         self._states = NumberedStates(self.fabric, self.project_configuration)
 
     def __getattr__(self, name: str) -> Any:
-        if name in MEMBERS:
-            raise AttributeError(f"Accelerator has no {name}: {MEMBERS[name]}")
-        raise AttributeError(f"Accelerator has no {name}.{did_you_mean(name, dir(self))}")
+        if (sentence := sentence_for(Accelerator, name)) is not None:
+            raise AttributeError(f"Accelerator has no {name}: {sentence}.")
+        names = [each for each in dir(self) if each not in MEMBERS]
+        raise AttributeError(f"Accelerator has no {name}.{did_you_mean(name, names)}")
 
     # ---- the same as in Fabric --------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ A table of sentences by name stays beside its class. A name without a table entr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -17,10 +18,10 @@ class Absent:
     """A class attribute whose access raises ``AttributeError`` with the sentence of a table."""
 
     def __init__(self, owner: str, name: str, sentence: str) -> None:
-        self._name, self._sentence = name, sentence
+        self._name, self.sentence = name, sentence
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(f"{owner.__name__} has no {self._name!r}: {self._sentence}.")
+        raise AttributeError(f"{owner.__name__} has no {self._name!r}: {self.sentence}.")
 
 
 class AbsentValue:
@@ -30,7 +31,7 @@ class AbsentValue:
     """
 
     def __init__(self, owner: str, name: str, sentence: str) -> None:
-        self._message = f"{owner} has no {name!r}: {sentence}."
+        self._message, self.sentence = f"{owner} has no {name!r}: {sentence}.", sentence
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise the error."""
@@ -54,10 +55,16 @@ def lacks(table: Mapping[str, str], kind: type[Absent | AbsentValue] = Absent) -
 
     def decorate(cls: T) -> T:
         for name, sentence in table.items():
-            setattr(cls, name, kind(cls.__name__, name, sentence))
+            setattr(cls, name, kind(cls.__name__, name, sentence.removesuffix(".")))
         return cls
 
     return decorate
+
+
+def sentence_for(cls: type, name: str) -> str | None:
+    """Return what to use instead of a name that a class lacks, None for any other name."""
+    value = inspect.getattr_static(cls, name, None)
+    return value.sentence if isinstance(value, Absent | AbsentValue) else None
 
 
 def must_be_none(what: str, value: object, advice: str) -> None:

@@ -322,6 +322,19 @@ def test_a_hook_that_is_never_called_is_found_by_the_names_of_phalanx_too(line: 
     assert_left_again(found)
 
 
+def test_a_method_that_a_callback_of_phalanx_lacks_is_left() -> None:
+    found = rewritten("""
+    from lightning.pytorch.callbacks import TQDMProgressBar
+
+    class Bar(TQDMProgressBar):
+        def init_train_tqdm(self): ...
+    """)
+    ((line, reason),) = found.left
+    assert line == 5
+    assert reason.startswith("TQDMProgressBar has no 'init_train_tqdm': ")
+    assert_left_again(found)
+
+
 def test_a_load_of_trained_weights_is_left_where_a_program_averages_them() -> None:
     program = """
     import lightning as L
