@@ -19,7 +19,7 @@ from audit import OF_TORCH, normalized
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "requirements.lock"
 _TITLE = "# Written by `make lock` from pyproject.toml and constraints.txt. torch is not in it, as its builds differ.\n"
-_OPTIONS = "--universal --python-version=3.10 --extra=dev --constraints=constraints.txt --generate-hashes"
+_OPTIONS = "--universal --python-version=3.10 --extra=dev --extra=bench --constraints=constraints.txt --generate-hashes"
 _LAYOUT = "--no-header --no-annotate --quiet --no-config"
 _ELSEWHERE = re.compile(r"sys_platform == '(?!linux')")
 
