@@ -1,4 +1,4 @@
-"""phalanx beside the raw torch loop, Lightning, its Fabric, and Accelerate.
+"""phalanx beside plain torch, Lightning, its Fabric, pytorch-ignite and Accelerate.
 
 Results of one run compare with each other, not with those of another run or machine.
 """
@@ -6,55 +6,63 @@ Results of one run compare with each other, not with those of another run or mac
 from __future__ import annotations
 
 import argparse
+import os
 import platform
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from .alternating import alternating
-from .calls import calls
 from .checkpoints import checkpoints
-from .collectives import collectives
 from .growth import growth
-from .imports import imports
 from .memory import memory
-from .meter import meter
-from .nonfinite import nonfinite
-from .sharded import by_hand, strategies
-from .step import bare_and_everyday, callbacks, logged_values
+from .ranks import ranks, strategies
+from .start import start
+from .step import bare, everyday, task, values
+from .tables import ROOT, Table, write
 
-CONCERNS: dict[str, Callable[[int, bool], None]] = {
-    "step": bare_and_everyday,
-    "values": logged_values,
-    "alternating": alternating,
-    "callbacks": callbacks,
-    "calls": calls,
-    "imports": imports,
-    "collectives": collectives,
+MEASUREMENTS: dict[str, Callable[[int, bool], Iterator[Table]]] = {
+    "step": bare,
+    "everyday": everyday,
+    "values": values,
+    "task": task,
+    "start": start,
+    "ranks": ranks,
     "strategies": strategies,
-    "by_hand": by_hand,
-    "memory": memory,
     "checkpoints": checkpoints,
-    "nonfinite": nonfinite,
-    "meter": meter,
+    "memory": memory,
     "growth": growth,
 }
 
 
 def main() -> None:
+    """Measure; print the tables, and write them into the pages that show them if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", action="append", choices=CONCERNS, help="measure only this concern; may be repeated")
+    parser.add_argument("--only", action="append", choices=MEASUREMENTS, help="measure only this; may be repeated")
     parser.add_argument("--rounds", type=int, default=7, help="times every side is measured, in turn (default: 7)")
     parser.add_argument(
         "--quick", action="store_true", help="two rounds of short fits: whether it runs, not what it costs"
     )
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages that show them")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    names = ("torch", "phalanx", "lightning", "accelerate")
-    print(", ".join(f"{name} {version(name)}" for name in names), f"on Python {platform.python_version()}, one thread")
-    for name in chosen.only or CONCERNS:
-        CONCERNS[name](2 if chosen.quick else chosen.rounds, chosen.quick)
+    print(f"{_versions()}, one thread; {os.cpu_count()} cores with a load of {os.getloadavg()[0]:.1f}", flush=True)
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if chosen.write else []
+    for name in chosen.only or MEASUREMENTS:
+        for table in MEASUREMENTS[name](2 if chosen.quick else chosen.rounds, chosen.quick):
+            print(f"\n### {table.name}\n\n{table}", flush=True)
+            for page in write(table, pages):
+                print(f"written into {page.relative_to(ROOT)}", flush=True)
+
+
+def _versions() -> str:
+    found = [f"Python {platform.python_version()}"]
+    for name in ("torch", "phalanx", "lightning", "pytorch-ignite", "accelerate"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,28 +19,25 @@ from torch import Tensor, nn
 from phalanx import Trainer, TrainModule
 from phalanx.callbacks import ModelCheckpoint
 
-from .channel import Parent
+from .child import Parent
 from .device import Device
 
 _SAVED_AT, _STEPS, _WARM = 20, 39, 5
-_GIGABYTES = (1.0, 5.0, 20.0)
-_TINY_GIGABYTES = (0.001,)
+_GIGABYTES, _TINY_GIGABYTES = (1.0, 5.0, 20.0), (0.001,)
 _SLOW_GIGABYTES = 5.0
 """The largest size that is also saved without overlap."""
 
 
-def available_bytes(meminfo: str) -> int:
-    """Return the memory that new processes can use, from the text of ``/proc/meminfo``."""
-    line = next(line for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024
-
-
-def affordable(gigabytes: float, disk_bytes: float, memory_bytes: float) -> str:
+def affordable(gigabytes: float, disk_bytes: float, meminfo: str) -> str:
     """Return the reason why a size cannot be saved here; empty if it can.
 
     The disk holds one checkpoint. The host's memory holds its copy, and pages that are not written yet.
+
+    Args:
+        meminfo: the text of ``/proc/meminfo``.
     """
-    needed = gigabytes * 1e9
+    line = next(line for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    memory_bytes, needed = int(line.split()[1]) * 1024, gigabytes * 1e9
     if 1.2 * needed > disk_bytes:
         return f"the disk has {disk_bytes / 1e9:.0f} GB free"
     if 2.5 * needed > memory_bytes:
@@ -110,7 +107,14 @@ def by_hand(module: Layers, folder: Path) -> None:
     module.mark()
 
 
-def stall(marks: list[float]) -> dict[str, float]:
+_WAYS: dict[str, Callable[[Layers, Path], None]] = {
+    "phalanx, asynchronous": lambda module, folder: with_trainer(True, module, folder),
+    "phalanx": lambda module, folder: with_trainer(False, module, folder),
+    "torch.save and fsync": by_hand,
+}
+
+
+def stall(marks: Sequence[float]) -> dict[str, float]:
     """Return how much longer the steps after the save took than those before it, and the time until the end.
 
     Args:
@@ -129,38 +133,24 @@ def stall(marks: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parent = Parent()
-    given = json.loads(sys.argv[1])
-    device, folder = Device(given["device"]), Path(given["folder"])
+    parent, given = Parent(), json.loads(sys.argv[1])
+    device, folder = Device(given["device"]), Path(given["folder"]) / "checkpoints"
     sizes = _TINY_GIGABYTES if given["tiny"] else _GIGABYTES[:1] if given["quick"] else _GIGABYTES
-    for way, gigabytes, save in _cases(sizes):
-        memory = available_bytes(Path("/proc/meminfo").read_text())
-        problem = affordable(gigabytes, shutil.disk_usage(folder).free, memory)
+    ways = [(size, way) for way in _WAYS for size in sizes if way.endswith("asynchronous") or size <= _SLOW_GIGABYTES]
+    for gigabytes, way in ways:
+        folder.mkdir()
+        problem = affordable(gigabytes, shutil.disk_usage(folder).free, Path("/proc/meminfo").read_text())
         result: dict[str, Any] = {"way": way, "gigabytes": gigabytes, "problem": problem}
-        if not problem:
-            target = folder / "checkpoints"
-            target.mkdir()
-            try:
+        try:
+            if not problem:
                 module = Layers(gigabytes, device)
-                save(module, target)
-                written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-                result |= stall(module.marks) | {"written": written}
-            except Exception as error:
-                result["problem"] = f"{type(error).__name__}: {error}"
-            finally:
-                shutil.rmtree(target)
-                device.free_cache()
-        parent.send({"save": result})
-
-
-def _cases(sizes: Sequence[float]) -> Iterator[tuple[str, float, Callable[[Layers, Path], None]]]:
-    """Yield the ways to save, the asynchronous one in all sizes first."""
-    for size in sizes:
-        yield "phalanx, asynchronous", size, lambda module, folder: with_trainer(True, module, folder)
-    for size in sizes:
-        if size <= _SLOW_GIGABYTES:
-            yield "phalanx", size, lambda module, folder: with_trainer(False, module, folder)
-            yield "torch.save and fsync", size, by_hand
+                _WAYS[way](module, folder)
+                result |= stall(module.marks)
+        except Exception as error:
+            result["problem"] = f"{type(error).__name__}: {error}"
+        shutil.rmtree(folder)
+        device.free_cache()
+        parent.send(result)
 
 
 if __name__ == "__main__":

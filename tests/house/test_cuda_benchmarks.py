@@ -1,11 +1,10 @@
-"""The benchmarks on one GPU: their arithmetic, the order of their phases, and all of it on a CPU."""
+"""The benchmarks on one GPU: their arithmetic, their bars, and all of it on a CPU."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,31 +16,11 @@ import phalanx
 ROOT = Path(phalanx.__file__).parent
 
 # The checkout is the package, so its benchmarks are found in it.
-cells: Any = import_module("phalanx.benchmarks.cuda.cells")
-clock: Any = import_module("phalanx.benchmarks.cuda.clock")
-cohort: Any = import_module("phalanx.benchmarks.cuda.cohort")
 device: Any = import_module("phalanx.benchmarks.cuda.device")
-groups: Any = import_module("phalanx.benchmarks.cuda.groups")
-measures: Any = import_module("phalanx.benchmarks.cuda.measures")
-model: Any = import_module("phalanx.benchmarks.cuda.model")
-report: Any = import_module("phalanx.benchmarks.cuda.report")
+main: Any = import_module("phalanx.benchmarks.cuda.__main__")
 results: Any = import_module("phalanx.benchmarks.cuda.results")
 saves: Any = import_module("phalanx.benchmarks.cuda.saves")
-trace: Any = import_module("phalanx.benchmarks.cuda.trace")
-
-TINY = cells.size_of("350m", True)
-
-
-def test_utilization_is_six_operations_for_each_parameter_and_token() -> None:
-    assert measures.model_flops_utilization(1_000_000_000, 50_000, 600e12) == pytest.approx(0.5)
-
-
-def test_sides_are_compared_round_by_round() -> None:
-    reference, own = [1.0, 2.0, 1.0], [1.1, 2.2, 2.0]
-    assert measures.speed_ratio(reference, own) == pytest.approx(1 / 1.1)
-    assert measures.added_microseconds(reference, own) == pytest.approx(0.2e6)
-    assert measures.spread([1.0, 2.0, 1.5]) == pytest.approx(1 / 1.5)
-    assert measures.tokens_per_second(100, [1.0, 4.0, 2.0]) == 50
+task: Any = import_module("phalanx.benchmarks.task")
 
 
 @pytest.mark.parametrize(
@@ -51,16 +30,15 @@ def test_sides_are_compared_round_by_round() -> None:
         ([(20, 30), (0, 10)], 1 / 3),
         ([(0, 30), (5, 10), (20, 25)], 0.0),
         ([(0, 10), (5, 20), (30, 40)], 1 / 4),
-        ([(100, 110), (120, 130)], 1 / 3),
         ([], None),
         ([(5, 5)], None),
     ],
 )
 def test_the_device_is_idle_where_nothing_runs(intervals: list[tuple[float, float]], share: float | None) -> None:
-    assert trace.idle_share(intervals) == (share if share is None else pytest.approx(share))
+    assert device.idle_share(intervals) == (share if share is None else pytest.approx(share))
 
 
-def test_a_trace_is_summed_up() -> None:
+def test_a_trace_is_summed_up(tmp_path: Path) -> None:
     planted = [
         ("cuda_runtime", "cudaDeviceSynchronize", 0, 1),
         ("cuda_runtime", "cudaLaunchKernel", 2, 1),
@@ -73,8 +51,9 @@ def test_a_trace_is_summed_up() -> None:
         ("kernel", "gemm", 40, 10),
         ("gpu_user_annotation", "step", 0, 100),
     ]
-    events = [{"cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in planted]
-    found = trace.summary(events, 2)
+    events = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in planted]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}))
+    found = device.summary(device.read(tmp_path / "trace.json"), 2)
     assert found["idle_share"] == pytest.approx(10 / 40)
     assert found["waits"] == {"cudaStreamSynchronize": 0.5}
     assert found["kernels"] == 1
@@ -82,138 +61,68 @@ def test_a_trace_is_summed_up() -> None:
     assert found["longest_kernels"][0] == ("gemm", pytest.approx(0.01))
 
 
-def test_only_events_with_a_duration_are_read(tmp_path: Path) -> None:
-    events = [{"ph": "X", "name": "kernel"}, {"ph": "M", "name": "process_name"}]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    assert trace.read(tmp_path / "trace.json") == events[:1]
+def test_utilization_and_sizes_have_the_parameters_that_they_say() -> None:
+    assert results.utilization(1_000_000_000, 50_000, 600e12) == pytest.approx(0.5)
+    made = task.build(task.Job(1, model="tiny"))
+    assert task.SIZES["tiny"].elements == sum(parameter.numel() for parameter in made.parameters())
+    assert task.SIZES["350m"].elements == pytest.approx(355e6, rel=0.01)
+    assert task.SIZES["1.3b"].elements == pytest.approx(1.315e9, rel=0.01)
 
 
-def test_sizes_have_the_parameters_that_they_say() -> None:
-    made = model.LanguageModel(TINY)
-    assert TINY.elements == sum(parameter.numel() for parameter in made.parameters())
-    assert cells.SIZES["350m"].elements == pytest.approx(355e6, rel=0.01)
-    assert cells.SIZES["1.3b"].elements == pytest.approx(1.315e9, rel=0.01)
-
-
-@pytest.mark.parametrize("room", [1, 3, 5, 40])
-def test_sides_are_divided_with_their_references(room: int) -> None:
-    names = [*cells.SIDES, *cells.SETTINGS]
-    divided = cells.cohorts(names, room)
-    for group in divided:
-        assert group[0] == "raw"
-        assert len(group) == len(set(group)) <= max(room, 3)
-    for name in names:
-        assert any({name, cells.ALL_SIDES[name].reference} <= set(group) for group in divided)
-    assert {name for group in divided for name in group} == set(names)
-
-
-def test_the_number_of_processes_fits_into_memory() -> None:
-    size = cells.SIZES["1.3b"]
-    count = groups.room(size, 139e9)
-    assert 2 <= count < groups.room(cells.SIZES["350m"], 139e9)
-    assert count * size.resident_bytes + size.temporary_bytes <= 139e9
-    assert groups.abreast(size, count, 139e9) >= 1
-
-
-def test_batches_are_those_of_the_phases() -> None:
-    planned = cells.phases(TINY, False)
-    batches = list(model.Batches(TINY, planned, False))
-    assert len(batches) == sum(phase.steps + (phase.kind != "losses") * cells.LEAD for phase in planned) + 1
-    assert len({id(batch) for batch in batches[: planned[0].steps]}) == 1
-    short = [index for index, batch in enumerate(batches) if batch.shape == TINY.short]
-    before = sum(
-        phase.steps + (phase.kind != "losses") * cells.LEAD
-        for phase in planned
-        if phase.kind in ("losses", "round", "waits")
-    )
-    assert short == list(range(before, before + cells.LEAD + 12))
-
-
-def test_the_clock_measures_phases_in_order_and_waits_between_them(tmp_path: Path) -> None:
-    planned = cells.phases(TINY, False)
-    events: list[Any] = []
-    timer = clock.Clock(
-        device.Device("cpu"),
-        planned,
-        lambda result: events.append(set(result)),
-        lambda: events.append("wait"),
-        tmp_path,
-    )
-    batches = model.Batches(TINY, planned, False)
-    at = []
-    for index, _ in enumerate(batches):
-        timer.step()
-        timer.keep(import_module("torch").tensor(float(index)))
-        at.append(len(events))
-    rounds = [{"seconds", "peak_bytes"}, "wait"] * TINY.rounds
-    assert events == [{"losses"}, "wait", *rounds, {"waits"}, "wait", {"host_us"}, "wait", {"profile"}]
-    # The losses of six steps, of which the seventh ends the phase.
-    assert at[5] == 0
-    assert at[6] == 2
+def test_references_are_among_the_sides_of_a_group() -> None:
+    for group in (main.SIDES, main.ZERO):
+        assert "raw" in group
+        assert {side.reference for side in group.values()} <= group.keys()
 
 
 def test_losses_are_those_of_the_raw_loop_within_the_tolerance() -> None:
     raw = [6.0, 5.5, 5.0]
-    assert not cohort.difference(raw, [6.0, 5.52, 4.98])
-    assert "not those" in cohort.difference(raw, [6.0, 5.5, 5.2])
-    assert "not those" in cohort.difference(raw, [6.0, 5.5])
-    assert "not those" in cohort.difference(raw, [6.0, float("nan"), 5.0])
-    assert "failed" in cohort.difference([], raw)
-    assert cohort.falls(raw)
-    assert not cohort.falls([6.0, 5.9, 5.8])
-
-
-def record(side: str, size: str, seconds: Sequence[float], **values: Any) -> Any:
-    """Return a record whose rounds took some seconds. Sides of one size have taken turns."""
-    return cohort.Record(side, size, False, len(size), seconds=list(seconds), **values)
+    assert not results.difference(raw, [6.0, 5.52, 4.98])
+    for other in ([6.0, 5.5, 5.2], [6.0, 5.5], [6.0, float("nan"), 5.0]):
+        assert "not those" in results.difference(raw, other)
+    assert "failed" in results.difference([], raw)
+    assert "do not fall" in results.difference([6.0, 5.9, 5.8], raw)
 
 
 def planted_results() -> Any:
-    """Return results of four cells, one of which breaks a bar."""
+    """Return results of some sides, one of which breaks each bar."""
     found = results.Results(machine={"matmul_flops": 800e12})
+
+    def add(group: str, side: str, seconds: list[float], **values: Any) -> None:
+        found.records.append(results.Record(group, side, "raw", group, seconds=seconds, **values))
+
     waiting = {"idle_share": 0.25, "waits": {"cudaStreamSynchronize": 2.0}}
-    found.records = [
-        record("raw", "350m", [1.0, 1.0], waits=0.0),
-        record("phalanx", "350m", [1.0, 1.01], waits=0.0, peak_bytes=2e9, host_us=[10.0, 30.0, 20.0]),
-        record("phalanx Fabric", "350m", [1.02, 1.02], waits=0.0, profile=waiting),
-        cohort.Record("lightning", "350m", False, problem="it is not installed"),
-    ]
-    small = [("raw", 1e-3), ("phalanx", 1.02e-3), ("phalanx Fabric", 1.04e-3)]
-    found.records += [record(side, "small", [seconds] * 2) for side, seconds in small]
+    add("350m", "raw", [1.0, 1.0], waits=0.0)
+    add("350m", "phalanx", [1.0, 1.01], waits=0.0, peak_bytes=2e9)
+    add("350m", "phalanx Fabric", [1.02, 1.02], waits=0.0, profile=waiting)
+    add("350m", "Lightning", [], problem="it is not installed")
+    for side, seconds in (("raw", 1e-3), ("phalanx", 1.02e-3), ("phalanx Fabric", 1.04e-3)):
+        add("small", side, [seconds] * 2)
     return found
 
 
 def test_bars_are_passed_or_not() -> None:
-    found = {bar.title: (bar.passes, bar.value) for bar in results.bars(planted_results())}
+    found = {bar.title: (bar.passes, bar.value) for bar in planted_results().bars()}
     assert found["350m, phalanx: speed of raw"] == (True, pytest.approx(0.995, abs=1e-3))
     assert found["350m, phalanx Fabric: speed of raw"][0] is False
-    assert found["350m, phalanx: waits of the host in a step"] == (True, 0)
-    assert found["350m, phalanx Fabric: waits of the host in a step"] == (False, 2)
-    assert found["small, phalanx: µs of a step over raw"] == (True, pytest.approx(20))
-    assert found["small, phalanx Fabric: µs of a step over raw"] == (False, pytest.approx(40))
+    assert found["350m, phalanx: waits of the host"] == (True, 0)
+    assert found["350m, phalanx Fabric: waits of the host"] == (False, 2)
+    assert found["small, phalanx: µs over raw"] == (True, pytest.approx(20))
+    assert found["small, phalanx Fabric: µs over raw"] == (False, pytest.approx(40))
     judged_by_nobody = planted_results()
     judged_by_nobody.is_judged = False
-    assert {bar.passes for bar in results.bars(judged_by_nobody)} == {None}
-
-
-def test_only_sides_that_took_turns_are_compared() -> None:
-    found = planted_results()
-    found.records[1].cohort = 1
-    bar = next(bar for bar in results.bars(found) if bar.title == "350m, phalanx: speed of raw")
-    assert bar.value is None
+    assert {bar.passes for bar in judged_by_nobody.bars()} == {None}
 
 
 def test_tables_have_a_row_for_each_side_and_the_reasons_of_the_others() -> None:
-    text = report.markdown(planted_results(), False)
+    text = planted_results().markdown()
     rows = {
         cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
         for line in text.splitlines()
         if len(cells := line.split("|")) > 9
     }
-    assert rows["phalanx"][1:3] == ["raw", "0.995"]
-    assert rows["phalanx"][5:] == ["2.0", "-", "0.0", "20", "1.0"]
-    assert rows["phalanx Fabric"][6:8] == ["25.0", "2.0"]
-    assert "- 350m, lightning: it is not installed" in text
+    assert rows["phalanx Fabric"][1:3] == ["raw", "0.962"]
+    assert "- 350m, Lightning: it is not installed" in text
     assert json.loads(json.dumps(planted_results().as_json()))["bars"][0]["passes"] is True
 
 
@@ -223,17 +132,15 @@ def test_a_stall_is_the_time_that_steps_take_longer_after_a_save() -> None:
     marks += [marks[-1] + 4.0 + (1.0 if step else 0.0) + step for step in range(19)]
     marks.append(marks[-1] + 10.0)
     found = saves.stall(marks)
-    assert found["step_ms"] == 1000
-    assert found["stall_ms"] == 4000
-    assert found["longest_ms"] == 3000
+    assert (found["step_ms"], found["stall_ms"], found["longest_ms"]) == (1000, 4000, 3000)
     assert found["until_written"] == marks[-1] - 19.0
 
 
 def test_saves_that_do_not_fit_are_refused() -> None:
-    assert not saves.affordable(10, 64e9, 100e9)
-    assert "disk" in saves.affordable(60, 64e9, 1000e9)
-    assert "memory" in saves.affordable(10, 64e9, 20e9)
-    assert saves.available_bytes("MemTotal: 9 kB\nMemAvailable:    2 kB\n") == 2048
+    memory = "MemTotal: 9 kB\nMemAvailable:    {} kB\n"
+    assert not saves.affordable(10, 64e9, memory.format(100_000_000))
+    assert "disk" in saves.affordable(60, 64e9, memory.format(1_000_000_000))
+    assert "memory" in saves.affordable(10, 64e9, memory.format(20_000_000))
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The parent's side and the child's side of a process that measures: JSON lines out, one word in for each phase."""
+"""Processes that measure: the parent sends commands, one line each, and the process answers with JSON lines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..tables import ROOT
+
 _MARK = "RESULT "
 
 
@@ -23,7 +24,7 @@ class ChildError(Exception):
 
 
 class Child:
-    """A process that measures. Its results are read while it runs; ``end`` ends all that it has started.
+    """A process that measures. ``end`` ends all that it has started.
 
     Args:
         module: the module to run.
@@ -32,9 +33,7 @@ class Child:
         variables: environment variables to set.
     """
 
-    def __init__(
-        self, module: str, argument: Mapping[str, Any], log: Path, variables: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, module: str, argument: Mapping[str, Any], log: Path, variables: Mapping[str, str]) -> None:
         self._log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
@@ -44,7 +43,7 @@ class Child:
                 stderr=errors,
                 text=True,
                 cwd=ROOT,
-                env={**os.environ, **(variables or {})},
+                env={**os.environ, **variables},
                 start_new_session=True,
             )
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -57,36 +56,34 @@ class Child:
                 self._messages.put(json.loads(line.removeprefix(_MARK)))
         self._messages.put(None)
 
-    def go(self) -> None:
-        """Let the process run its next phase."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `answer` reports why the process has ended
-            self._process.stdin.write("go\n")
-            self._process.stdin.flush()
-
-    def answer(self, seconds: float) -> dict[str, Any] | None:
-        """Return its next result; None if it has ended after its last one.
+    def ask(self, command: str, seconds: float) -> dict[str, Any]:
+        """Send a command; return the answer.
 
         Raises:
-            ChildError: it failed, or sent no result in time.
+            ChildError: the process ended, or sent no answer in time.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `answer` reports why the process has ended
+            self._process.stdin.write(f"{command}\n")
+            self._process.stdin.flush()
+        found = self.answer(seconds)
+        if found is None:
+            raise ChildError("it ended without an answer")
+        return found
+
+    def answer(self, seconds: float) -> dict[str, Any] | None:
+        """Return the next answer; None if the process has ended after its last one.
+
+        Raises:
+            ChildError: it failed, or sent no answer in time.
         """
         try:
             message = self._messages.get(timeout=max(seconds, 0.001))
         except queue.Empty:
-            raise ChildError(f"no result within {seconds:.0f} s") from None
+            raise ChildError(f"no answer within {seconds:.0f} s") from None
         if message is None and (code := self._process.wait()):
-            raise ChildError(f"exit code {code}: {self._last_lines()}")
-        return message
-
-    def result(self, seconds: float) -> dict[str, Any]:
-        """Return its next result.
-
-        Raises:
-            ChildError: there is none.
-        """
-        message = self.answer(seconds)
-        if message is None:
-            raise ChildError("it ended without a result")
+            lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+            raise ChildError(f"exit code {code}: {' | '.join(lines[-3:])[-600:] or 'no output'}")
         return message
 
     def end(self) -> None:
@@ -99,10 +96,6 @@ class Child:
                 with contextlib.suppress(OSError, ValueError):
                     stream.close()
 
-    def _last_lines(self) -> str:
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return " | ".join(lines[-3:])[-600:] or "no output"
-
 
 class Parent:
     """The parent, seen from the child. Anything else that is printed goes to stderr from now on."""
@@ -114,11 +107,11 @@ class Parent:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def send(self, result: Mapping[str, Any]) -> None:
-        """Send a result."""
+        """Send an answer."""
         self._results.write(f"{_MARK}{json.dumps(result)}\n")
         self._results.flush()
 
-    def wait(self) -> None:
-        """Return when the parent wants the next phase; end this process if the parent has ended."""
-        if not self._commands.readline():
-            os._exit(1)
+    def commands(self) -> Iterator[str]:
+        """Yield the commands until the parent has ended."""
+        while command := self._commands.readline():
+            yield command.strip()

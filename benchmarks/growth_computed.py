@@ -6,13 +6,11 @@ Nothing is estimated. Costs that cannot be measured in one process, such as thos
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import pickle
 import statistics
 import time
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,12 +31,12 @@ from phalanx.framework.metrics.metric_entry import Entry, Flags
 from phalanx.framework.watchdog.heartbeat import LEARNED, SECTIONS, HeartbeatRecord
 from phalanx.framework.watchdog.silence import SilenceTracker
 
-from .gpt import GPT
+from .task import GPT
 
 T = TypeVar("T")
 Found = dict[str, float]
 # A GPT of 1.8 billion parameters on the meta device.
-WIDTH, HEADS, VOCABULARY = 4096, 32, 50_304
+WIDTH, HEADS, VOCABULARY, LENGTH = 4096, 32, 50_304, 64
 SLOTS = ("exp_avg", "exp_avg_sq")
 NO_CHECKSUM = "0" * 16
 ROWS = 32
@@ -70,13 +68,12 @@ class SimulatedWorld(World):
         return [pickle.loads(sent) for _ in range(self.size)]
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
-
-
 def sharded_sections(layers: int) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes of a GPT's parameters and of AdamW's state, by section and name."""
     with torch.device("meta"):
-        shapes = {name: tuple(each.shape) for name, each in GPT(layers, WIDTH, HEADS, VOCABULARY).named_parameters()}
+        shapes = {
+            name: tuple(each.shape) for name, each in GPT(layers, WIDTH, HEADS, VOCABULARY, LENGTH).named_parameters()
+        }
     moments = {f"0/{slot}/{name}": shape for slot in SLOTS for name, shape in shapes.items()}
     return {"model": shapes, "optimizer": moments}
 
@@ -150,8 +147,6 @@ def checkpoint(size: int, layers: int) -> Found:
     parsed = memory() - before
     mapping, opened = timed(lambda: files_read(found, size // 4, size // 2))
     return {
-        "elements": sum(prod(shape) for shape in sections["model"].values()),
-        "tensors": sum(map(len, sections.values())),
         "parts": sum(1 for _ in _writers(agreed)),
         "files": len(found.files),
         "documents": len(pickle.dumps(document)) * size,
@@ -164,9 +159,6 @@ def checkpoint(size: int, layers: int) -> Found:
         "map seconds": mapping,
         "opened": len(opened),
     }
-
-
-# ---- a fit ----------------------------------------------------------------------------------------------------------
 
 
 def sampling(size: int) -> Found:
@@ -187,14 +179,14 @@ def sampling(size: int) -> Found:
     return found
 
 
-def logged(size: int) -> Found:
+def reducing(size: int) -> Found:
     """Reduce the means that were logged in an epoch."""
     entries = {f"loss_{number}": Entry(f"loss_{number}", _FLAGS, "mean", False, True) for number in range(LOGGED)}
     for entry in entries.values():
         entry.add(0.1, 32.0)
     world, frames = SimulatedWorld(size), FrameSize()
     seconds, _ = timed(lambda: exchange(world, "train", entries, {None}, False, frames))
-    return {"seconds": seconds}
+    return {"reducing": seconds}
 
 
 _FLAGS = Flags(False, True, False, True, "mean", False)
@@ -209,19 +201,11 @@ def watching(size: int) -> Found:
             rank: HeartbeatRecord(rank, rank, 0, limits, number, 3, 0, number, 0, number) for rank in range(size)
         }
         looks.append(timed(lambda beats=beats: watch.update(beats))[0])  # type: ignore[misc]
-    return {"seconds": statistics.median(looks)}
+    return {"watching": statistics.median(looks)}
 
 
-def simulated(sizes: tuple[int, ...], layers: int) -> dict[str, list[Found]]:
-    """Return the results for each number of ranks, by topic."""
-    looks: dict[str, Callable[[int], Found]] = {
-        "checkpoint": lambda size: checkpoint(size, layers),
-        "sampling": sampling,
-        "logged": logged,
-        "watching": watching,
-    }
-    found: dict[str, list[Found]] = {name: [] for name in looks}
-    for name, size in itertools.product(looks, sizes):
-        found[name].append(looks[name](size))
-        gc.collect()
-    return found
+def computed(size: int, layers: int) -> Found:
+    """Return the results for a number of ranks."""
+    found = checkpoint(size, layers)
+    gc.collect()
+    return found | sampling(size) | reducing(size) | watching(size)
