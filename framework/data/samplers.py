@@ -29,9 +29,10 @@ def shares(
             begin, end = part_of(len(chunk), rank, size)
             yield len(chunk), begin, chunk[begin:end]
         return
+    whole = part_of(span, rank, size)
     for first in range(start, len(items), span):
         count = min(span, len(items) - first)
-        begin, end = part_of(count, rank, size)
+        begin, end = whole if count == span else part_of(count, rank, size)
         yield count, begin, items[first + begin : first + end]
 
 
@@ -153,14 +154,15 @@ class TrainingSampler(IndexSampler):
         return full + (end > begin and not self.drop_last)
 
     def _batches(self, items: Sequence[Any] | LazyItems, start: int, epoch: int) -> Iterator[Any]:
-        for count, begin, own in shares(items, start, self.span, self.rank, self.size):
-            if self.drop_last and count < self.span:
+        span = self.span
+        for count, begin, own in shares(items, start, span, self.rank, self.size):
+            if self.drop_last and count < span:
                 return
             if not len(own):
                 self.left_out = True
                 return
             yield self._pack(own, start + begin, epoch)
-            start += self.span
+            start += span
 
 
 class EvaluationSampler(IndexSampler):
