@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,7 @@ from ...framework.distributed.world import World
 from ...framework.system.environment import library_environment
 from .ops import load_ops
 from .outputs import restore_output_support, support_any_output
+from .pieces import set_full_shape
 
 
 class _NoHints(logging.Filter):
@@ -105,7 +106,10 @@ def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[s
 
 @contextlib.contextmanager
 def _nothing_sent() -> Iterator[None]:
-    """Prevent the engine from broadcasting parameters, which are identical already; it fails on one without dims."""
+    """Prevent the engine from broadcasting parameters, which are identical already; it fails on one without dims.
+
+    Private to DeepSpeed, which has no setting for it: only models that ``zero.Init`` has split are not broadcast.
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     sends = DeepSpeedEngine._broadcast_model
@@ -129,18 +133,41 @@ def _memory_shown(asked: bool) -> Iterator[None]:
         bf16_optimizer.see_memory_usage = shows
 
 
-def _second_partition() -> dict[str, Any]:
-    """Return ZeRO++'s existing group for a second partition inside a node: DeepSpeed creates it only once."""
-    from deepspeed.utils import groups
+class Splitter:
+    """Shards parameters over the ranks, one by one. To be used in ``backend``.
 
-    return {"zero_param_parallel_group": groups._get_zero_param_intra_parallel_group()}
+    Args:
+        config: the engine's config.
+    """
 
+    # ZeRO++'s group for a second partition inside a node, which DeepSpeed creates only once in a process.
+    second_group: Any = None
 
-def converter(config: dict[str, Any]) -> Any:
-    """Return DeepSpeed's context for layers, whose methods shard single parameters. Collective, in ``backend``."""
-    from deepspeed import zero
+    def __init__(self, config: dict[str, Any]) -> None:
+        # It would replace torch's function of linear layers for good.
+        zero = {**config["zero_optimization"], "memory_efficient_linear": False}
+        self._config = {**config, "zero_optimization": zero}
+        self._split: Callable[[list[nn.Parameter]], None] | None = None
 
-    return zero.Init(config_dict_or_path=config, mem_efficient_linear=False, **_second_partition())
+    def split(self, parameter: Any) -> None:
+        """Shard a parameter, from the data of rank 0. Collective."""
+        shape = parameter.shape
+        # DeepSpeed broadcasts the bytes of the last dim, which has to exist, and elements next to each other.
+        parameter.data = parameter.data.reshape(shape or (1,))
+        if parameter.stride(-1) != 1:
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        if self._split is None:
+            from deepspeed import zero
+
+            holder = nn.Module()
+            holder.register_parameter("parameter", parameter)
+            made = zero.Init(holder, config_dict_or_path=self._config, zero_param_parallel_group=Splitter.second_group)
+            Splitter.second_group = made.zero_param_process_group
+            self._split = parameter.convert_to_zero_parameters
+        else:
+            self._split([parameter])
+        if not shape:
+            set_full_shape(parameter, shape)
 
 
 def use_local_device(world: World) -> None:
@@ -185,6 +212,7 @@ def release_globals() -> None:
             setattr(groups, name, None)
             with contextlib.suppress(ValueError, RuntimeError, AssertionError):
                 torch.distributed.destroy_process_group(group)
+    Splitter.second_group = None
     debug.debug_clear_module_and_param_names()
     logging.getLogger("DeepSpeed").removeFilter(_NO_HINTS)
     filters: Any = warnings.filters

@@ -25,6 +25,7 @@ from ...framework.core.quantized_state import quantizes
 from ...framework.core.split_optimizer import Split, kind_of, optimizers_in
 from ..limits import updates_all_parameters, updates_full_parameters
 from .arguments import ZeroOptions
+from .pieces import full_size
 
 _log = logging.getLogger(__name__)
 
@@ -37,18 +38,13 @@ _KNOWN = ("torch.optim.", "deepspeed.")
 _TORCH_ONLY = ("amsgrad", "maximize", "differentiable")
 
 
-def engine_size(parameter: Tensor) -> int:
-    """Return the number of elements of a full parameter, also while it is sharded."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
 def trained_groups(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]]:
     """Return the groups that hold parameters trained by the engine, with these parameters."""
     return [(group, trained) for group in optimizer.param_groups if (trained := _trained(group))]
 
 
 def _trained(group: Mapping[str, Any]) -> list[Tensor]:
-    return [one for one in group["params"] if one.requires_grad and engine_size(one)]
+    return [one for one in group["params"] if one.requires_grad and full_size(one)]
 
 
 def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOptions) -> None:

@@ -25,12 +25,12 @@ from .access import LentGradients, engine_runs, unwatch, watch
 from .arguments import ZeroOptions
 from .attributes import OriginalAttributes
 from .config import engine_config
-from .engine import backend, converter, start_engine, stop_engine, use_local_device
+from .engine import Splitter, backend, start_engine, stop_engine, use_local_device
 from .late_update import LateUpdate
 from .ops import needed_ops
-from .optimizer import Following, check_one_dtype, engine_optimizer, engine_size
+from .optimizer import Following, check_one_dtype, engine_optimizer
 from .outputs import OutputAdapter
-from .pieces import FlatGroups
+from .pieces import FlatGroups, full_size
 from .setup import (
     Origins,
     allow_exact_statistics,
@@ -112,7 +112,7 @@ class EngineSession:
         if self._options.stage == 3:
             config = self._sized_config(module, bool(optimizers))
             with backend(self._world, self._ops):
-                fp32_weights = split_parameters(module, converter(config), self._world, compute_dtype, origins)
+                fp32_weights = split_parameters(module, Splitter(config), self._world, compute_dtype, origins)
             self._start_engine(module, optimizers, fp32_weights, config)
         else:
             broadcast_module(module, self._world, supplied)
@@ -158,15 +158,18 @@ class EngineSession:
             inner = engine_optimizer(optimizers[0], self._options) if optimizers else None
             self._engine = start_engine(self._adapter, inner, config)
         if self._options.stage == 3:
-            offload = getattr(self._engine.optimizer, "parameter_offload", self._engine.optimizer)
-            self._adapter.hook_tensors(offload)
-            self._handles = refuse_empty_state(module)
             for part in module.modules():
                 part.__deepcopy__ = no_copy(part)  # type: ignore[assignment]
+        assert self._original is not None
+        self._original.note_added()
         groups = FlatGroups(self._engine, self._world)
         self.state = EngineState(groups, load_full_precision(groups, module, fp32_weights, self._world), self._world)
         if self._options.stage == 3:
-            self.state.use(Gathering(module, self._world, offload))
+            offload = getattr(self._engine.optimizer, "parameter_offload", self._engine.optimizer)
+            self._adapter.hook_tensors(offload)
+            gathering = Gathering(module, self._world, offload)
+            self._handles = refuse_empty_state(module, gathering.is_whole)
+            self.state.use(gathering)
         if optimizers:
             self._classes = allow_exact_statistics(module) if self._compute_dtype is not None else {}
             fixed = groups.trained | self._left_out
@@ -179,7 +182,7 @@ class EngineSession:
         watch(self._watched, LentGradients() if self.update is None else self.update.lent)
 
     def _sized_config(self, module: nn.Module, training: bool) -> dict[str, Any]:
-        sizes = [engine_size(parameter) for parameter in module.parameters()]
+        sizes = [full_size(parameter) for parameter in module.parameters()]
         return self._config(sum(sizes), max(sizes, default=0), self._precision if training else None)
 
     def _config(self, elements: int, largest: int, precision: Precision | None) -> dict[str, Any]:

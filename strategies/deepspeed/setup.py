@@ -2,8 +2,6 @@
 
 DeepSpeed gives parameters other storage and another dtype. The user's module has to survive that: after a fit it has
 its own dtypes, classes and attributes again, so that it can be copied, pickled, and trained under another strategy.
-
-``_convert_to_deepspeed_param``, ``partition``, ``ds_tensor`` and ``ds_id`` are DeepSpeed's, checked with 0.19.8.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import replace_tensors, share_tensors, tensors_of, without_data
-from .pieces import FlatGroups, Piece, even_piece, full_shape, gathered, is_split, local_piece
+from .engine import Splitter
+from .pieces import FlatGroups, Piece, even_piece, full_shape, gathered, is_split, local_piece, partition_of
 from .state import EngineState
 
 
@@ -121,13 +120,11 @@ class Origins:
         self._supplied = {id(parameters[name]) for name in supplied if name in parameters}
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """Return a parameter's full value from rank 0, on this rank's device. Collective."""
+        """Return a parameter's full value on the device of rank 0, and on other ranks memory for it."""
         world, recipe = self._world, self._recipes.pop(id(parameter), None)
-        if id(parameter) in self._supplied:
+        if world.rank != 0 or id(parameter) in self._supplied:
             return torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
-        if recipe is not None and world.rank == 0:
-            return world.broadcast(recipe.value().to(world.device, parameter.dtype).contiguous())
-        return world.broadcast(parameter.data.to(world.device).contiguous())
+        return (parameter.data if recipe is None else recipe.value().to(parameter.dtype)).to(world.device).contiguous()
 
 
 @torch.no_grad()
@@ -142,12 +139,12 @@ def broadcast_module(module: nn.Module, world: World, supplied: Collection[str])
 
 @torch.no_grad()
 def split_parameters(
-    module: nn.Module, converter: Any, world: World, dtype: torch.dtype | None, origins: Origins
+    module: nn.Module, splitter: Splitter, world: World, dtype: torch.dtype | None, origins: Origins
 ) -> dict[int, Tensor]:
     """Split every parameter over the ranks, one after the other, from rank 0's data. Collective.
 
     Args:
-        converter: see ``engine.converter``.
+        splitter: splits a parameter.
         dtype: the dtype to compute in, or None to keep each parameter's own.
         origins: the values of the parameters.
 
@@ -157,23 +154,23 @@ def split_parameters(
     """
     exact: dict[int, Tensor] = {}
     for parameter in list(module.parameters()):
-        split: Any = parameter
         if is_split(parameter):
             # Left so by an earlier fit. A parameter on a disk shows a placeholder without dims.
-            if dtype is not None and split.ds_tensor.dim() > 0 and split.ds_tensor.dtype != dtype:
-                piece, _ = local_piece(split, world)
+            own = partition_of(parameter)
+            if dtype is not None and own.dim() > 0 and own.dtype != dtype:
+                piece, _ = local_piece(parameter, world)
                 exact[id(parameter)] = piece.float().clone()
-                split.ds_tensor.data = split.ds_tensor.data.to(dtype)
+                own.data = own.data.to(dtype)
             continue
         full = origins.value(parameter)
         if dtype is not None and full.is_floating_point() and full.dtype != dtype:
+            full = world.broadcast(full)
             start, length = even_piece(full.numel(), world)
             # Cloned, so that the piece does not keep the full fp32 tensor alive.
             exact[id(parameter)] = full.reshape(-1).narrow(0, start, length).float().clone()
             full = full.to(dtype)
         parameter.data = full
-        converter._convert_to_deepspeed_param(parameter)
-        split.partition()
+        splitter.split(parameter)
         del full  # before the next one takes memory
     for buffer in module.buffers():
         buffer.data = world.broadcast(buffer.data.to(world.device).contiguous())

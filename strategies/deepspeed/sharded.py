@@ -4,8 +4,6 @@ DeepSpeed leaves a parameter without elements wherever its module does not run. 
 first, on all ranks, which call the same operations. What an operation has changed is written to the pieces of the
 ranks, and the parameter is released again, unless a tensor that shares its memory was returned (``parameter.data``, a
 view), or a backward pass will need it.
-
-``ds_status``, ``ds_active_sub_modules`` and ``ds_inflight_param_registry`` are DeepSpeed's, checked with 0.19.8.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ from torch import Tensor, nn
 from ...framework.distributed.world import World
 from ...framework.parallel.step_flags import RunOrder
 from .access import engine_runs
-from .pieces import full_shape, keep_equal, local_piece
+from .pieces import full_shape, keep_equal, local_piece, partition_of
 
-_WHOLE = "AVAILABLE"
 # What is the same for a parameter with and without elements.
 _SHAPES = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
@@ -85,7 +82,10 @@ class Gathering:
 
     def __init__(self, module: nn.Module, world: World, offload: Any) -> None:
         self._world = world
-        self._offload = offload
+        # Private to DeepSpeed, which has no public way to wait for one parameter that it gathers ahead of its module:
+        # ``GatheredParameters`` takes such a parameter for one that is here.
+        self._coming = offload.module.ds_inflight_param_registry
+        self._persistent = {id(one) for one in offload.persistent_parameters}
         self._lent: dict[int, Any] = {}
         self.order = RunOrder()
         """The order in which parameters are gathered for modules and for user code."""
@@ -133,14 +133,20 @@ class Gathering:
             for parameter in module.parameters(recurse=False):
                 hold(parameter)
 
+    def is_whole(self, parameter: Any) -> bool:
+        """Whether all elements of a parameter are here."""
+        if parameter in self._coming:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(parameter.shape) == full_shape(parameter)
+
     def gather(self, parameter: Any) -> bool:
         """Gather a parameter; return whether no module is using it, so that nothing keeps it here. Collective."""
-        coming = self._offload.module.ds_inflight_param_registry
-        if parameter in coming:
-            # DeepSpeed is gathering it ahead of its module, perhaps together with others.
-            coming.pop(parameter).wait()
+        if parameter in self._coming:
+            # Perhaps together with others.
+            self._coming.pop(parameter).wait()
             return True
-        if parameter.ds_status.name == _WHOLE:
+        if self.is_whole(parameter):
             return False
         parameter.all_gather()
         return True
@@ -159,7 +165,7 @@ class Gathering:
         self._lent.clear()
         with engine_runs:
             for parameter in lent:
-                if parameter.ds_status.name == _WHOLE:
+                if self.is_whole(parameter):
                     self.write(parameter)
                     self.release(parameter)
 
@@ -176,25 +182,34 @@ class Gathering:
             keep_equal(master.narrow(0, 0, piece.numel()), mine)
             safe_set_local_fp32_param(parameter, master)
         piece.copy_(mine)
-        # ZeRO++'s second copy inside a node, which DeepSpeed makes again.
+        # ZeRO++'s second copy inside a node, which DeepSpeed makes again. Private to DeepSpeed, whose public
+        # ``invalidate_secondary_tensor`` leaves out frozen parameters.
         parameter.ds_secondary_tensor = None
-        if parameter.ds_tensor.final_location is not None and not parameter.ds_active_sub_modules:
+        if partition_of(parameter).final_location is not None and not _users(parameter):
             # On a disk: DeepSpeed writes it there when it is split again.
             parameter.partition(has_been_updated=True)
 
     def release(self, parameter: Any) -> None:
         """Release a parameter, unless a module or a backward pass needs it or it is small and always here."""
-        in_use = parameter.ds_active_sub_modules or parameter.ds_persist
-        if parameter.ds_status.name == _WHOLE and not in_use:
+        in_use = _users(parameter) or id(parameter) in self._persistent
+        if self.is_whole(parameter) and not in_use:
             parameter.partition()
 
 
 _GATHERING: dict[int, Gathering] = {}
 
 
+def _users(parameter: Any) -> set[Any]:
+    """Return DeepSpeed's set of what uses a gathered parameter, which it does not release as long as there is any."""
+    # Private to DeepSpeed. ``register_external_parameter`` ties a parameter to the passes of one module, and the graph
+    # of an operation may need it in any pass until the update.
+    users: set[Any] = parameter.ds_active_sub_modules
+    return users
+
+
 def hold(parameter: Any) -> None:
     """Leave a parameter gathered until the next update."""
-    parameter.ds_active_sub_modules.add(_UNTIL_UPDATE)
+    _users(parameter).add(_UNTIL_UPDATE)
 
 
 def _is_attribute(func: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,34 +9,32 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...framework.core.errors import ConfigurationError, LoopError
-from .pieces import full_shape, is_split
+from .pieces import is_split
 
 
-def refuse_empty_state(module: nn.Module) -> list[RemovableHandle]:
+def refuse_empty_state(module: nn.Module, is_whole: Callable[[Any], bool]) -> list[RemovableHandle]:
     """Let ``state_dict`` raise while a parameter is sharded: it would hold tensors without elements.
+
+    Args:
+        module: the module.
+        is_whole: whether all elements of a parameter are here.
 
     Returns:
         The handles of the hooks, one for each part of the module that has parameters.
     """
-    owners = [part for part in module.modules() if part._parameters]
-    return [part.register_state_dict_pre_hook(_check_full) for part in owners]
 
+    def check(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+        # With keep_vars the parameters themselves are asked for, by code that knows them to be sharded.
+        for name, parameter in () if keep_vars else part._parameters.items():
+            if parameter is not None and is_split(parameter) and not is_whole(parameter):
+                raise ConfigurationError(
+                    f"state_dict() of {type(part).__name__} would hold '{prefix}{name}' without elements: the strategy "
+                    "shards parameters over the ranks: save the module itself, with fabric.save(path, {'model': "
+                    "model}) or fabric.save_model(model, directory), and in a Trainer with "
+                    "trainer.save_checkpoint(path)."
+                )
 
-def _check_full(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if keep_vars:
-        # The parameters themselves are asked for, by code that knows them to be sharded.
-        return
-    for name, parameter in module._parameters.items():
-        if parameter is not None and is_split(parameter) and _is_empty(parameter):
-            raise ConfigurationError(
-                f"state_dict() of {type(module).__name__} would hold '{prefix}{name}' without elements: the strategy "
-                "shards parameters over the ranks: save the module itself, with fabric.save(path, {'model': model}) "
-                "or fabric.save_model(model, directory), and in a Trainer with trainer.save_checkpoint(path)."
-            )
-
-
-def _is_empty(parameter: Any) -> bool:
-    return parameter.ds_status.name != "AVAILABLE" and math.prod(full_shape(parameter)) > 0
+    return [part.register_state_dict_pre_hook(check) for part in module.modules() if part._parameters]
 
 
 def no_copy(part: nn.Module) -> Callable[[Any], Any]:

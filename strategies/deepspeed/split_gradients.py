@@ -1,7 +1,4 @@
-"""Operations on gradients in stages 1 and 2.
-
-The attributes read here are private to DeepSpeed; they were checked with 0.19.8.
-"""
+"""Operations on gradients in stages 1 and 2."""
 
 from __future__ import annotations
 
@@ -43,9 +40,11 @@ class SplitGradients(UseOfParameters):
         self._first_arrivals: list[int] | None = []
         self._next = 0
         self._arrived: set[int] = set()
-        self._reduces_in_hooks = self.zero.partition_gradients or self.zero.overlap_comm
+        self._is_late = False
+        self._process = self.zero.process_gradients
         if not self.zero.zenflow:
             self.zero.process_gradients = self._arrive
+            self.zero.reduce_ready_partitions_and_remove_grads = self._reduce_ready
             update.engine.allreduce_gradients = partial(self.reduce, update.engine)
 
     def begin_pass(self) -> None:
@@ -67,9 +66,10 @@ class SplitGradients(UseOfParameters):
         if not self._mine:
             zero.all_grad_tensors.update(self._reduced)
             return
-        kept, accumulated = zero.accumulated_grads_in_cpu, zero._offload_accumulated_param_ids
+        kept = zero.accumulated_grads_in_cpu
         for number, (group, parameter) in self._mine.items():
-            if zero._use_compact_grad_partition_buffer(group) or number not in zero.norm_for_param_grads:
+            # Gradients of a lower dtype are added up in ``averaged_gradients`` until the step.
+            if zero.averaged_gradients.get(group) is not None or number not in zero.norm_for_param_grads:
                 continue
             _, source, start, length = (int(one) for one in zero.grad_position[number])
             # Also of those that were added up on the CPU: the user may have changed them.
@@ -79,7 +79,6 @@ class SplitGradients(UseOfParameters):
             else:
                 kept.setdefault(number, torch.zeros(parameter.numel(), dtype=parameter.dtype, device=zero.device))
                 kept[number].view(-1).narrow(0, source, length).copy_(found)
-            accumulated.add(number)
         # The pass that ends the window next writes them, and `complete` those of parameters that it leaves unused.
         zero.norm_for_param_grads = {}
 
@@ -92,20 +91,21 @@ class SplitGradients(UseOfParameters):
         zero = self.zero
         # In stage 2, gradients of a lower dtype would be added up in that dtype.
         zero.use_grad_accum_attribute = zero.use_separate_grad_accum
-        self._reduces_in_hooks = False
+        self._is_late = True
 
     def _arrive(self, parameter: Tensor, group: int) -> None:
-        """Take a gradient of a backward pass; reduce those for which all before them in the common order are there."""
+        """Take a gradient of a backward pass."""
         self.update.arrives()
-        zero, key = self.zero, id(parameter)
-        self._used.add(key)
+        self._used.add(id(parameter))
         if self._first_arrivals is not None:
-            self._first_arrivals.append(self._place[key])
-        zero.setup_buckets()
-        if zero.use_grad_accum_attribute:
-            zero._fill_param_grad_accum_attribute(parameter)
-        if not self._reduces_in_hooks or not (zero.partition_gradients or zero.is_gradient_accumulation_boundary()):
+            self._first_arrivals.append(self._place[id(parameter)])
+        self._process(parameter, group)
+
+    def _reduce_ready(self, parameter: Tensor, group: int) -> None:
+        """Reduce those gradients for which all before them in the common order are there."""
+        if self._is_late or not (self.zero.partition_gradients or self.zero.is_gradient_accumulation_boundary()):
             return
+        key = id(parameter)
         if self._place[key] < self._next:
             raise arrived_twice(self._order[self._place[key]][2], 2)
         self._arrived.add(key)
@@ -129,15 +129,21 @@ class SplitGradients(UseOfParameters):
         if not (ends or zero.partition_gradients):
             return
         zero.setup_buckets()
-        name = "grad_accum" if zero.use_grad_accum_attribute else "grad"
+        accumulates = zero.use_grad_accum_attribute
+        name, dtype = ("grad_accum", zero.gradient_accumulation_dtype) if accumulates else ("grad", zero.dtype)
         # Also in a backward pass that was not started by the engine.
         with engine_runs:
             while self._next < len(self._order):
                 parameter: Any = self._order[self._next][0]
                 if getattr(parameter, name) is None:
-                    setattr(parameter, name, torch.zeros_like(parameter, dtype=zero._gradient_reduction_buffer_dtype()))
+                    setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
                 self._reduce_next()
         zero.overlapping_partition_gradients_reduce_epilogue()
+        if zero.cpu_offload:
+            # The host reads and writes the gradients from here on, which the device may still be copying to it.
+            from deepspeed.accelerator import get_accelerator
+
+            get_accelerator().synchronize()
         if self._first_arrivals is not None:
             self._learn_order(self._first_arrivals)
 
@@ -163,7 +169,6 @@ class SplitGradients(UseOfParameters):
         return (self._compute(norm_type) if known is None else known).cpu()
 
     def raw_norm(self) -> Any:
-        self.zero._wait_for_offload_copies()
         return self._compute()
 
     def scale(self, factor: float) -> None:
@@ -183,9 +188,7 @@ class SplitGradients(UseOfParameters):
         self.release()
         zero.micro_step_id = -1
         zero.zero_grad(set_to_none=True)
-        zero._release_preflattened_grad_buffers()
         if zero.cpu_offload:
-            zero._offload_accumulated_param_ids = set()
             zero.reset_cpu_buffers()
         for kept in (zero.averaged_gradients, zero.all_grad_tensors):
             for group in kept:

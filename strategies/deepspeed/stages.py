@@ -1,16 +1,14 @@
-"""Operations on gradients in stage 3 and in stage 1 in bf16; those of stages 1 and 2 are in ``split_gradients.py``.
-
-The attributes read here are private to DeepSpeed; they were checked with 0.19.8.
-"""
+"""Operations on gradients in stage 3 and in stage 1 in bf16; those of stages 1 and 2 are in ``split_gradients.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .pieces import even_piece, full_size
 from .reduction_stream import order_reductions
 from .split_gradients import SplitGradients
 from .stage_base import Scaling, UseOfParameters, arrived_twice
@@ -20,34 +18,44 @@ class SplitParameters(UseOfParameters):
     """Stage 3."""
 
     def __init__(self, update: Scaling) -> None:
-        super().__init__(one for group in update.zero.fp16_groups for one in group)
         self.update, self.zero = update, update.zero
-        self._compute = self.zero._get_norm_groups
-        self.zero._get_norm_groups = self._norms_of_step
-        rank_of = self.zero._get_param_partition_rank
+        self._groups: list[list[Any]] = self.zero.fp16_groups
+        super().__init__(one for group in self._groups for one in group)
+        # In the order of the flat buffer, which has the padded gradients of all parameters one after the other.
+        parameters = [one for group in self._groups for one in group]
+        parts = self.zero.grad_partitions_flat_buffer.split([one.partition_numel() for one in parameters])
         self._mine = {
-            parameter.ds_id: parameter
-            for parameters in self.zero.fp16_groups
-            for parameter in parameters
-            if parameter.partition_numel() * rank_of(parameter) < parameter.ds_numel
+            id(one): (one, part)
+            for one, part in zip(parameters, parts, strict=True)
+            if even_piece(full_size(one), update.state.world)[1]
         }
-        self._gradients = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        offloads = self.zero.offload_optimizer
+        norm = "complete_grad_norm_calculation_for_cpu_offload" if offloads else "get_grad_norm_direct"
+        self._norm_of_group = getattr(self.zero, norm)
+        setattr(self.zero, norm, self._norm_in_step)
         self._stream = order_reductions(self.zero)
         self._reduce_one = self.zero.reduce_ready_partitions_and_remove_grads
         self.zero.reduce_ready_partitions_and_remove_grads = self._arrive
         self._arrived: set[int] = set()
+        # Parameters that got a gradient in a pass since the last update, whatever user code did to it.
+        self._computed: set[int] = set()
 
     def begin_pass(self) -> None:
         """Forget the gradients that the last backward pass has reduced."""
         self._arrived.clear()
+
+    def forget_use(self) -> None:
+        """Begin another window."""
+        super().forget_use()
+        self._computed.clear()
 
     def _arrive(self, parameter: Tensor) -> None:
         self.update.arrives()
         if id(parameter) in self._arrived:
             names = {id(one): name for name, one in self.update.engine.module.module.named_parameters()}
             raise arrived_twice(names[id(parameter)], 3)
-        self._arrived.add(id(parameter))
-        self._used.add(id(parameter))
+        for known in (self._arrived, self._computed, self._used):
+            known.add(id(parameter))
         self._reduce_one(parameter)
 
     def reduce(self, engine: Any) -> None:
@@ -59,20 +67,40 @@ class SplitParameters(UseOfParameters):
 
     def write(self, parameter: Any, gradient: Tensor) -> None:
         """Replace the gradient of a parameter."""
-        from deepspeed.utils import safe_set_local_grad
+        if id(parameter) in self._mine:
+            _, part = self._mine[id(parameter)]
+            start, length = even_piece(gradient.numel(), self.update.state.world)
+            part.narrow(0, 0, length).copy_(gradient.reshape(-1).narrow(0, start, length))
+            self._copy_to_masters([(parameter, part)])
 
-        size = parameter.partition_numel()
-        start = min(size * self.zero._get_param_partition_rank(parameter), gradient.numel())
-        piece = gradient.reshape(-1)[start : start + size]
-        if parameter.ds_id in self._mine:
-            # Later backward passes add to this tensor, which an offloaded gradient is a copy of.
-            self._gradients[parameter.ds_id].view(-1).narrow(0, 0, piece.numel()).copy_(piece)
-        safe_set_local_grad(parameter, torch.nn.functional.pad(piece, (0, size - piece.numel())))
+    def _copy_to_masters(self, gradients: Iterable[tuple[Any, Tensor]]) -> None:
+        """Copy this rank's parts of gradients to offloaded masters, which the engine does for those of the last pass.
 
-    def _norms_of_step(self) -> list[Any]:
+        Not through ``safe_set_local_grad``, which needs the parameter and its group's other gradients in memory.
+        """
+        zero = self.zero
+        on_disk: dict[int, tuple[list[int], list[Tensor]]] = {}
+        for parameter, part in gradients if zero.offload_optimizer else ():
+            key = zero.get_param_id(parameter)
+            number, offset, _ = zero.grad_position[key]
+            zero.norm_for_param_grads[key] = part.double().norm()
+            if self.update.state.groups.swapped(number):
+                offsets, parts = on_disk.setdefault(number, ([], []))
+                offsets.append(offset)
+                parts.append(part.to(zero.master_weights_and_grads_dtype, copy=True))
+            else:
+                zero.fp32_partitioned_groups_flat[number].grad.narrow(0, offset, part.numel()).copy_(part)
+        for number, (offsets, parts) in on_disk.items():
+            flat = zero.fp32_partitioned_groups_flat[number]
+            zero.optimizer_swapper.swap_out_gradients(flat, gradient_offsets=offsets, gradient_tensors=parts)
+
+    def _norm_in_step(self, *inputs: Any) -> Any:
+        """Return the norm of a group's gradients, the last of the inputs; a known one of all for the first group."""
         known = self.update.known_norm()
-        norms: list[Any] = self._compute() if known is None else [known]
-        return norms
+        if known is None:
+            return self._norm_of_group(*inputs)
+        # The step combines the norms of all groups.
+        return known if inputs[-1] is self._groups[0] else torch.zeros_like(known)
 
     def reopen(self) -> None:
         """Do nothing: the engine adds to its pieces in every backward pass of an update."""
@@ -83,7 +111,12 @@ class SplitParameters(UseOfParameters):
     def raw_norm(self) -> Any:
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        return combine_grad_norm_groups(self._compute())
+        if self.zero.offload_optimizer:
+            return combine_grad_norm_groups([self._norm_of_group(group) for group in self._groups])
+        gradients = self.zero.averaged_gradients
+        return combine_grad_norm_groups(
+            [self._norm_of_group(gradients[number], group) for number, group in enumerate(self._groups)]
+        )
 
     def scale(self, factor: float) -> None:
         self.update.scale_by_loss_scale(factor)
@@ -93,26 +126,24 @@ class SplitParameters(UseOfParameters):
 
     def clear_unused(self) -> None:
         """Zero stale gradients of the last update for parameters that have no gradient in this one so far."""
-        used = self.zero._offload_boundary_param_ids
-        if len(used) == len(self._mine):
+        if len(self._computed) == len(self._trained):
             return
-        for number in self._mine.keys() - used:
-            self._gradients[number].zero_()
-        if self._stream is not None:
+        stale = [part for key, (_, part) in self._mine.items() if key not in self._computed]
+        for part in stale:
+            part.zero_()
+        if stale and self._stream is not None:
             # The engine looks for an overflow on that stream.
             self._stream.follow()
 
     def complete(self) -> None:
         """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
-        zero = self.zero
-        if zero.offload_optimizer and len(zero.norm_for_param_grads) < len(self._mine):
-            zero._offload_boundary_param_ids.update(self._mine)
-            zero._finalize_offload_gradient_accumulation()
+        if self.zero.offload_optimizer:
+            known = self.zero.norm_for_param_grads
+            self._copy_to_masters(one for one in self._mine.values() if self.zero.get_param_id(one[0]) not in known)
 
     def drop(self) -> None:
         zero = self.zero
         zero.zero_grad(set_to_none=True)
-        zero._offload_boundary_param_ids = set()
         for bucket in zero.ipg_buckets.values():
             bucket.clear_params()
         if zero.offload_optimizer:

@@ -5,9 +5,6 @@ Nothing is gathered, because a piece of a flat tensor is a range of a flattened 
 - weights are read from the fp32 masters; loading writes the masters, and from these the parameters to compute with;
 - moments are in the flat tensors of the optimizer's state;
 - step counters are one for each flat tensor, of the type in which the optimizer counts.
-
-Private to DeepSpeed, and checked with 0.19.8: ``ds_tensor.status``, ``nvme_swapper.swap_in``, ``all_gather`` and
-``partition`` of parameters, and ``_lazy_init_hp_params_optimizer_state`` of the optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +26,20 @@ from ...framework.parallel.canonical_state import CanonicalState, Slots
 from ...framework.parallel.parameter_names import state_tensors
 from .lent_state import LentState
 from .piece_steps import Numbers, PieceSteps, shared_numbers
-from .pieces import FlatGroups, Piece, even_piece, full_shape, gathered, is_flat, is_split, keep_equal, local_piece
+from .pieces import (
+    FlatGroups,
+    Piece,
+    even_piece,
+    full_shape,
+    full_size,
+    gathered,
+    is_flat,
+    is_on_disk,
+    is_split,
+    keep_equal,
+    local_piece,
+    write_piece,
+)
 from .state_slots import (
     are_equal,
     as_held,
@@ -140,20 +150,19 @@ class EngineState(PartitionedState):
     def _untrained(self, parameter: Any) -> tuple[Tensor, int] | None:
         exact = self.exact.get(id(parameter))
         if exact is not None:
-            start, length = even_piece(torch.Size(full_shape(parameter)).numel(), self.world)
+            start, length = even_piece(full_size(parameter), self.world)
             split = is_split(parameter)
-            mine = self._in_memory(parameter).ds_tensor if split else parameter.detach().reshape(-1)[start:]
+            mine = self._in_memory(parameter)[0] if split else parameter.detach().reshape(-1)[start : start + length]
             # The user may have changed the parameter, such as a teacher that is updated by hand.
-            keep_equal(exact, mine[:length])
+            keep_equal(exact, mine)
             return exact, start
-        return local_piece(self._in_memory(parameter), self.world) if is_split(parameter) else None
+        return self._in_memory(parameter) if is_split(parameter) else None
 
-    @staticmethod
-    def _in_memory(parameter: Any) -> Any:
-        """Return a split parameter, after reading its piece from the disk if it lives there."""
-        if parameter.ds_tensor.status.name == "NOT_AVAILABLE":
+    def _in_memory(self, parameter: Any) -> tuple[Tensor, int]:
+        """Return this rank's piece of a split parameter and its start, after reading it from the disk if needed."""
+        if is_on_disk(parameter):
             parameter.nvme_swapper.swap_in([parameter], async_op=False)
-        return parameter
+        return local_piece(parameter, self.world)
 
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
         """Return this rank's part of a module's weights, and on rank 0 its buffers, by name."""
@@ -251,13 +260,8 @@ class EngineState(PartitionedState):
             exact.copy_(stored.read_flat(start, length))
         if not is_split(tensor):
             tensor.data.copy_(stored.read())
-        elif tensor.ds_tensor.status.name == "NOT_AVAILABLE":
-            # On a disk: DeepSpeed writes it there when it is split again.
-            tensor.all_gather()
-            tensor.data.copy_(stored.read())
-            tensor.partition(has_been_updated=True)
-        elif length:
-            local_piece(tensor, self.world)[0].copy_(stored.read_flat(start, length))
+        else:
+            write_piece(tensor, stored.read_flat(start, length))
 
     @torch.no_grad()
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
@@ -278,11 +282,7 @@ class EngineState(PartitionedState):
                     inner.state[key] = fresh
                 else:
                     inner.state.pop(key, None)
-        # Stages 1 and 2 link each parameter to its range of the state, once, at the first step. These tensors are new.
-        relink = getattr(self.groups.zero, "_lazy_init_hp_params_optimizer_state", None)
-        if relink is not None and all(flat in inner.state for flat in self.groups.flats):
-            self.groups.zero._hp_optimizer_states_linked = False
-            relink()
+        self.groups.link_state()
 
     def _load_numbers(self, number: int, theirs: Sequence[tuple[Piece, Slots]]) -> None:
         """Load the numbers of a group's parameters one by one, if they are not all the same."""

@@ -18,6 +18,7 @@ from ...framework.core.errors import LoopError
 from ...framework.distributed.world import Pending
 from ...framework.parallel.step_flags import RunOrder
 from .access import LentGradients, engine_runs
+from .attributes import COUNTS
 from .optimizer import Following
 from .pieces import full_shape
 from .stages import stage_of
@@ -97,8 +98,8 @@ class EngineUpdate:
         # The engine counts backward passes by forward passes: without this, the second pass through one forward pass,
         # or after two, would replace the gradients of the first.
         self.zero.clear_backward_seen_flag()
-        # The engine leaves a pass once, but enters it once for each output of a forward pass.
-        self.zero._backward_active_depth = 0
+        # A pass that has failed was never left.
+        self.zero.exit_backward()
         self._running_outside = False
         self._forget_norm()
         if self._reduced:
@@ -137,10 +138,10 @@ class EngineUpdate:
     def _begin_outside(self) -> None:
         """Note a backward pass that was not started here: of another module's loss, which depends on this module."""
         # Called once for each forward pass. The second of two could clear gradients that the first has added.
-        if self._running_outside:
-            # Entered once for each forward pass, and left once.
-            self.zero._backward_active_depth = 0
-        elif not self._running:
+        if self._running or self._running_outside:
+            # The engine enters a pass next, once for each forward pass, and leaves it once.
+            self.zero.exit_backward()
+        else:
             self._begin()
             self._running_outside = True
 
@@ -148,7 +149,13 @@ class EngineUpdate:
         """Note that a gradient arrives, which may be the first sign of a pass that user code has started itself."""
         self._is_empty = False
         if not (self._running or self._running_outside):
-            self.engine._backward_prologue()
+            # What the engine does where a pass begins at the output of a forward pass.
+            for name in (*self.engine.engine_timers.backward_timers, *self.engine.engine_timers.backward_inner_timers):
+                self.engine.timers(name).start()
+            self._begin_outside()
+            self.zero.enter_backward()
+            self.zero.queue_post_backward_callback()
+            self.zero.set_gradient_accumulation_boundary(self.engine.is_gradient_accumulation_boundary())
 
     def _end_outside(self) -> None:
         if self._running_outside:
@@ -352,8 +359,7 @@ class EngineUpdate:
 @contextmanager
 def kept_counts(module: nn.Module) -> Iterator[None]:
     """Restore the counts by which stage 3 gathers parameters in a backward pass, for another pass through the graph."""
-    names = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
-    counts = [(part, {name: vars(part)[name] for name in names if name in vars(part)}) for part in module.modules()]
+    counts = [(part, {name: vars(part)[name] for name in COUNTS if name in vars(part)}) for part in module.modules()]
     yield
     for part, found in counts:
         for name, count in found.items():

@@ -146,10 +146,14 @@ def compare(path: Path, kind: str) -> None:
     assert losses == pytest.approx(all_losses[4:], rel=1e-5)
 
 
-@pytest.mark.parametrize("place", [*PLACES, "zero3-nvme"])
+@pytest.mark.parametrize("place", [*PLACES, "zero3-nvme", "round robin"])
 def test_state_equals_plain_torch_and_loads_anywhere(place: str, tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
-    given = {**NVME, "nvme_path": str(tmp_path)} if place == "zero3-nvme" else PLACES[place]
+    others = {
+        "zero3-nvme": {**NVME, "nvme_path": str(tmp_path)},
+        "round robin": {"stage": 2, "round_robin_gradients": True},
+    }
+    given = {**PLACES, **others}[place]
     run_on_ranks(2, taken, given, "adamw", str(path))
     compare(path, "adamw")
     *_, losses = torch.load(path)

@@ -175,12 +175,18 @@ def changed(strategy: Any, ranks: int) -> list[dict[str, Tensor]]:
     ]
 
 
+ROUND_ROBIN: dict[str, dict[str, Any]] = {
+    "round robin": {"stage": 2, "round_robin_gradients": True},
+    "round robin, offload": {"stage": 1, "round_robin_gradients": True, "offload_optimizer": "cpu"},
+}
+
+
 def changed_under(place: str, ranks: int) -> list[dict[str, Tensor]]:
-    return changed(DeepSpeedStrategy(**PLACES[place]), ranks)
+    return changed(DeepSpeedStrategy(**{**PLACES, **ROUND_ROBIN}[place]), ranks)
 
 
 @pytest.mark.parametrize(
-    ("place", "ranks"), [*((place, 2) for place in PLACES), ("zero3", 1), ("zero2", 3), ("zero3", 3)]
+    ("place", "ranks"), [*((place, 2) for place in (*PLACES, *ROUND_ROBIN)), ("zero3", 1), ("zero2", 3), ("zero3", 3)]
 )
 def test_weights_and_gradients_that_user_code_changes(place: str, ranks: int) -> None:
     found = run_on_ranks(ranks, changed_under, place, ranks)[0]
