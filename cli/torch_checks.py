@@ -12,8 +12,7 @@ from ..framework.core.errors import PhalanxError
 from ..framework.core.size_text import size_text
 from ..framework.distributed.world import World
 from ..framework.launch.fork_launcher import launch_function
-from ..strategies.deepspeed.build import OPS, ensure_ops, missing_ops
-from ..strategies.deepspeed.toolchain import missing_tools, require_deepspeed
+from ..strategies.deepspeed.ops import OPS, ensure_ops, missing_ops, missing_tools, require_deepspeed
 from .machine_checks import Check
 
 _ELEMENTS, _ROUNDS = 1 << 20, 5

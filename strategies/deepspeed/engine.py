@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import io
 import logging
 import os
@@ -85,6 +86,19 @@ def quiet_import() -> Iterator[None]:
     finally:
         for name in hidden:
             del sys.modules[name]
+
+
+def import_deepspeed(device_type: str) -> None:
+    """Import DeepSpeed and what its engine imports at its start, without initializing a device.
+
+    Every rank would otherwise spend these seconds itself, and have a copy of the modules in its own memory.
+    """
+    with library_environment(DS_ACCELERATOR=device_type, PYTORCH_NVML_BASED_CUDA_CHECK="1"), quiet_import():
+        # The last two import torch's compiler, which takes as long again.
+        for name in ("", ".runtime.zero.muon.muon_optimizer", ".module_inject.auto_ep_layer"):
+            # A module that a later version has moved costs time at the start of each rank, and nothing else.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(f"deepspeed{name}")
 
 
 def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[str, Any]) -> Any:

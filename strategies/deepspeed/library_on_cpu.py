@@ -1,7 +1,7 @@
-"""Imports DeepSpeed for ranks on a CPU: see ``library.py``."""
+"""Imports DeepSpeed for ranks on a CPU, in the process that they are forked from."""
 
 from __future__ import annotations
 
-from .library import import_deepspeed
+from .engine import import_deepspeed
 
 import_deepspeed("cpu")

@@ -28,11 +28,10 @@ from ...framework.parallel.step_flags import OrderFlags, StepFlags
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ..limits import check_dense
 from .arguments import check_secondary_shards, resolve_options
-from .build import ensure_ops
 from .config import check_precision
 from .gradients import EngineGradients
 from .late_update import EngineRecovery, LateUpdate
-from .ops import check_ops, needed_ops
+from .ops import check_ops, ensure_ops, needed_ops
 from .session import EngineSession
 from .state import PartitionedState
 from .swap import is_in_memory

@@ -44,7 +44,7 @@ OPS = {"cuda": ["cpu_adam", "pin_memory", "async_io"], "cpu": ["cpu_adam"]}
 BUILD = """
 import sys
 from phalanx.strategies.deepspeed.build import ensure_ops
-from phalanx.strategies.deepspeed.toolchain import missing_tools
+from phalanx.strategies.deepspeed.ops import missing_tools
 name, device_type = sys.argv[1:]
 missing = missing_tools([name], device_type)
 print(f"{name} for {device_type}: lacks {missing}" if missing else "", flush=True)

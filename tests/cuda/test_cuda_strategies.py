@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx import seed_everything
 from phalanx.strategies import DeepSpeedStrategy
-from phalanx.strategies.deepspeed.toolchain import missing_tools
+from phalanx.strategies.deepspeed.ops import missing_tools
 
 PLAIN = ["single", "ddp", "fsdp", "hsdp"]
 ZERO = ["zero1", "zero2", "zero3"]
