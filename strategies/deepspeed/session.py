@@ -43,8 +43,7 @@ from .setup import (
     restore_classes,
     split_parameters,
 )
-from .sharded import Gathering
-from .sharded_refusals import explained, no_copy, refuse_empty_state
+from .sharded import Gathering, explained, no_copy, refuse_empty_state
 from .state import EngineState
 from .update import EngineUpdate
 

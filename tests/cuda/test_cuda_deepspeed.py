@@ -40,7 +40,7 @@ CYCLES = 200_000_000
 def read_in_order() -> tuple[float, float]:
     import torch
 
-    from phalanx.strategies.deepspeed.reduction_stream import OrderedStream
+    from phalanx.strategies.deepspeed.stages import OrderedStream
 
     written = torch.zeros(1, device="cuda")
     stream = OrderedStream.of(torch.cuda.Stream())
