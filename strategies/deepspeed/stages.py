@@ -262,8 +262,8 @@ class OrderedStream(torch.cuda.Stream):
     """A stream whose ``synchronize`` makes the current stream wait for it, and not the host.
 
     DeepSpeed 0.19.8 makes the host wait for the stream on which stage 3 reduces gradients, at the end of each backward
-    pass. All it does with them is to queue further work on the device, so that it is enough if the current stream
-    waits. Gradients that are offloaded are read by the host: there the stream stays as it is.
+    pass. It then only queues further work on the device, so that it is enough if the current stream waits. Gradients
+    that are offloaded are read by the host: there the stream stays as it is.
     """
 
     @classmethod
