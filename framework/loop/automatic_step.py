@@ -44,6 +44,8 @@ from .window_totals import LocalTotals, ReducedTotals
 class AutomaticStep(TrainingStep):
     """Runs forward, backward and update for an accumulation window, with one optimizer."""
 
+    reduces_after_window: bool = False
+    """Whether gradients are reduced after the last backward pass, instead of in it."""
     around_update: Callable[[Callable[[], bool]], bool] | None = None
     """Calls the update of the weights; None to call it directly."""
 
@@ -61,7 +63,8 @@ class AutomaticStep(TrainingStep):
         self.updater.defers_scale = False
         self.optimizer = run.optimizers[0]
         self.coming_windows = windows
-        self._use_filler(lockstep_filler(run, transfer, windows))
+        reduces_each = bool(self.after_backward) and not self.reduces_after_window
+        self._use_filler(lockstep_filler(run, transfer, windows, reduces_each))
         self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
         self.forward = self.routed()
         backward = backward_of(module, self.strategy)

@@ -259,16 +259,19 @@ def in_rounds(
             return
 
 
-def lockstep_filler(run: Run, transfer: Callable[[Any], Any] | None, windows: Windows | None) -> LockstepFiller | None:
+def lockstep_filler(
+    run: Run, transfer: Callable[[Any], Any] | None, windows: Windows | None, reduces_each: bool
+) -> LockstepFiller | None:
     """Return the source of filler batches if passes through the model contain collectives, else None.
 
-    The arguments are those of ``LockstepFiller``.
+    ``reduces_each``: each backward pass of a window reduces gradients. The other arguments are those of
+    ``LockstepFiller``.
     """
     if run.strategy.window_passes is not None:
         # They take all ranks along, also those without a micro-batch.
         return None
     traits = run.strategy.traits
     forward = traits.forward_has_collectives or any(is_collective(part) for part in run.module.modules())
-    if run.world.size == 1 or not (forward or traits.backward_has_collectives):
+    if run.world.size == 1 or not (forward or traits.backward_has_collectives or reduces_each):
         return None
     return LockstepFiller(run, transfer, windows, forward)

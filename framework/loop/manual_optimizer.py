@@ -33,6 +33,7 @@ class ManualOptimizer:
         average: BackwardAverage | None,
         applied: Callable[[], None],
         check_weighed: Callable[[], None],
+        weigh: Callable[[Tensor], Tensor],
     ) -> None:
         self.optimizer = optimizer
         self._guard = guard
@@ -40,6 +41,7 @@ class ManualOptimizer:
         self._average = average
         self._applied = applied
         self._check_weighed = check_weighed
+        self._weigh = weigh
         self._reduced_before = run.traits.reduces_in_backward
         self._closes = closes_windows(run.traits)
         self.reduced = False
@@ -71,7 +73,7 @@ class ManualOptimizer:
             self.reduce()
             # The optimizer may decide by the loss how often to evaluate, so all ranks must see the same value:
             # otherwise they would call different numbers of collectives.
-            return self._run.world.all_reduce(loss.detach().clone(), "mean") if isinstance(loss, Tensor) else loss
+            return self._run.world.all_reduce(self._weigh(loss), "mean") if isinstance(loss, Tensor) else loss
 
         if closure is None:
             if not self._is_checked:

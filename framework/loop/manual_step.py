@@ -10,9 +10,10 @@ which may decide whether an optimizer steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -21,6 +22,7 @@ from ..core.errors import LoopError
 from ..core.optimizer_config import parameters_of
 from ..data.accumulation_window import MicroBatches
 from ..diagnostics.isolated_step import isolated
+from ..distributed.control import Signal
 from ..parallel.fresh_batches import fresh
 from ..parallel.strategy import StepFunction
 from ..parallel.zero_backward import zero_gradients
@@ -58,10 +60,11 @@ class ManualStep(TrainingStep):
         self.share = 1.0
         """The factor of losses: other than 1 in a batch that only some ranks have, and 0 on a rank that repeats one."""
         self.is_weighing = self.was_weighed = False
+        self.module_start = run.module_hook("on_train_batch_start")
         self.last: Any = None
         """The last batch of this rank, as it was fetched."""
         self.manual_optimizers = [
-            ManualOptimizer(each, run, self.guard, self.average, self._note, self._check_weighed)
+            ManualOptimizer(each, run, self.guard, self.average, self._note, self._check_weighed, self.weigh)
             for each in run.optimizers
         ]
         run.use_manual(self.manual_optimizers, self.manual_backward)
@@ -122,7 +125,8 @@ class ManualStep(TrainingStep):
         self._mark(False)
         self.is_weighing = self.was_weighed = True
         if self.share == 0.0:
-            with zero_gradients(loss) as zero:
+            # A backward pass may be that of a hook.
+            with as_filler(self.run), zero_gradients(loss) as zero:
                 self._backward(zero, *args, **kwargs)
         else:
             self._backward(weighted(loss, self.share, self.run.scaler), *args, **kwargs)
@@ -162,38 +166,74 @@ class ManualStep(TrainingStep):
             for batch in batches:
                 # Before the transfer: a number on a device would be waited for.
                 self.batch_weight(batch)
-        if self.is_distributed and batches:
-            # Before the step, which may modify the batch's containers.
-            batches = list(batches)
-            self.last = fresh(batches[-1])
-        batches = [self.start_batch(batch, index) for batch in batches]
+        own = list(batches)
         if self.is_distributed:
-            used = 0 if self.epoch_skipped else len(batches)
+            return self._run_on_ranks(own, index, consumed)
+        started = self._start(own, index)
+        if self.epoch_skipped:
+            return False
+        for batch in started:
+            self._run_batch(batch, index, consumed)
+        return True
+
+    def _run_on_ranks(self, own: list[Any], index: int, consumed: int) -> bool:
+        """Run a batch on several ranks; return False if no rank had one. Collective."""
+        size = self.run.world.size
+        if own:
+            # Before the step, which may modify the batch's containers.
+            self.last = fresh(own[-1])
+        with ExitStack() as stack:
+            holders = 0
+            if self.module_start:
+                # It may step optimizers, so it runs on all ranks, as soon as these know who has a batch.
+                holders = self._holders(bool(own))
+                if 0 < holders < size:
+                    stack.enter_context(self._uneven(bool(own), holders))
+            started = self._start(own, index) if own or holders else []
+            used = 0 if self.epoch_skipped else len(started)
             self.triggers.launch(self.progress.attempts, float(used), used)
             agreement = self.triggers.read()
             if self.triggers.fired:
                 self.run.triggers.handle()
             if agreement.all_raised and self.run.stops_before_step():
-                for _ in batches:
+                for _ in own:
                     self.log.drop_batch()
                 return False
-            if agreement.ranks_with_data < self.run.world.size:
-                if not agreement.ranks_with_data or self.progress.epoch_cut:
+            if agreement.ranks_with_data < size:
+                # With that hook, all ranks have a batch or none has, unless it has skipped one.
+                if holders or not agreement.ranks_with_data or self.progress.epoch_cut:
                     return False
-                with self._uneven(bool(used), agreement.ranks_with_data) as repeated:
-                    for batch in batches if used else repeated:
-                        self._run_batch(batch, index, consumed)
-                return True
-        elif self.epoch_skipped:
-            return False
-        for batch in batches:
-            self._run_batch(batch, index, consumed)
-        return True
+                stack.enter_context(self._uneven(bool(own), agreement.ranks_with_data))
+                started = started or self._start(own, index)
+            for batch in started:
+                self._run_batch(batch, index, consumed)
+            return True
+
+    def _holders(self, has_batch: bool) -> int:
+        """Return the number of ranks that have a batch. Collective."""
+        counts = torch.tensor([float(has_batch)], dtype=torch.float64)
+        self.run.world.control_reduce(counts).wait()
+        return int(counts.item())
+
+    def _start(self, own: list[Any], index: int) -> list[Any]:
+        """Start the batch of this rank, or the one that it repeats, which callbacks do not see."""
+        if own or not self.is_distributed:
+            return [self.start_batch(batch, index) for batch in own]
+        batch = fresh(self.last)
+        if self.transfer is not None:
+            batch = self.transfer(batch)
+        self.loss_checks.index = index
+        with self._repeating():
+            for hook in self.module_start:
+                if hook(batch, index) == -1:
+                    self.epoch_skipped = True
+                    self.triggers.set(Signal.END_EPOCH)
+        return [batch]
 
     @contextmanager
-    def _uneven(self, has_batch: bool, count: int) -> Generator[Sequence[Any], None, None]:
-        """Weigh the losses of a batch that only ``count`` ranks have; yield what others repeat. Collective."""
-        run, world = self.run, self.run.world
+    def _uneven(self, has_batch: bool, count: int) -> Generator[None, None, None]:
+        """Weigh the losses of a batch that only ``count`` ranks have, and let the others have one. Collective."""
+        world = self.run.world
         attendance, varies = world.attendance, world.attendance.varies
         holds = world.all_gather_object(self.last is not None)
         if not all(holds):
@@ -201,23 +241,31 @@ class ManualStep(TrainingStep):
             shared = world.broadcast_object(self.last if world.rank == source else None, source)
             self.last = shared if self.last is None else self.last
         attendance.varies = True
+        self.share = world.size / count if has_batch else 0.0
         try:
-            if has_batch:
-                self.share = world.size / count
-                yield ()
-                return
-            self.share = 0.0
-            batch = fresh(self.last)
-            with as_filler(run), isolated(run.module, keep_program=False):
-                yield [batch if self.transfer is None else self.transfer(batch)]
+            yield
         finally:
             attendance.varies, self.share = varies, 1.0
+
+    @contextmanager
+    def _repeating(self) -> Generator[None, None, None]:
+        """Run code with a batch that is repeated: logs, metrics and generators do not see it, nor do other ranks."""
+        with as_filler(self.run), isolated(self.run.module, keep_program=False):
+            yield
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return a value by its share in the mean over ranks, without graph: 0 for that of a repeated batch."""
+        return loss.detach() * self.share if self.share else torch.zeros_like(loss)
 
     def _run_batch(self, batch: Any, index: int, consumed: int) -> None:
         self.stepped, self.in_step, self.was_weighed = False, True, False
         if self.average is not None:
             self.average.begin()
-        output = self.forward(batch, index)
+        if self.share:
+            output = self.forward(batch, index)
+        else:
+            with self._repeating():
+                output = self.forward(batch, index)
         self.updater.finish()
         self.in_step, self.is_counted = False, self.stepped
         if self.stepped:
@@ -227,7 +275,12 @@ class ManualStep(TrainingStep):
             self.averages.after_step(self.progress.global_step - 1)
         # An update in a hook is noted, too.
         self.stepped = False
+        module = self.run.module
+        # Not as in the step: the state of metrics, and values in collectives, are those of batches that count.
+        log = None if self.share else module.log_to(None)
         for hook in self.batch_end:
             hook(output, batch, index)
+        if not self.share:
+            module.log_to(log)
         self.updater.finish()
         self.stepped = self.is_counted = False

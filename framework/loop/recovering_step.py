@@ -75,6 +75,8 @@ class RecoveringStep(AutomaticStep):
         windows: the global batches.
     """
 
+    reduces_after_window = True
+
     def __init__(
         self,
         run: Run,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -230,6 +230,67 @@ def unweighed(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_repeated_batches_need_manual_backward(strategy: str) -> None:
     run_on_ranks(2, unweighed, strategy)
+
+
+class Starting(TrainModule):
+    """Drops gradients, or trains, where a batch starts; or steps by a closure; ``kind`` says which."""
+
+    automatic_optimization = False
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind, self.losses = net(), kind, list[float]()
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = (self.net(batch[0]) - batch[1]).square().mean()
+        return loss
+
+    def update(self, batch: Any) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        if self.kind == "trains":
+            self.update(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.kind == "drops":
+            self.update(batch)
+        elif self.kind == "closure":
+            self.losses.append(float(self.optimizers().step(lambda: self.closure(batch))))
+
+    def closure(self, batch: Any) -> Tensor:
+        self.optimizers().zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def started(kind: str) -> tuple[Tensor, list[float]]:
+    module = Starting(kind)
+    silent_trainer(devices=2, strategy="ddp", max_epochs=2).fit(module, data(2, 9))
+    return weights_of(module), module.losses
+
+
+@pytest.mark.parametrize("kind", ["drops", "trains", "closure"])
+def test_hooks_and_closures_of_batches_that_not_every_rank_has(kind: str) -> None:
+    module, losses = Starting(kind), list[float]()
+    optimizer, data_set = module.configure_optimizers(), cast("Any", data(2, 9).dataset)
+    x, y = data_set.tensors
+    for _ in range(2):
+        for parts in ((slice(0, 2), slice(2, 4)), (slice(4, 6), slice(6, 8)), (slice(8, 9),)):
+            optimizer.zero_grad()
+            loss = torch.stack([module.loss((x[part], y[part])) for part in parts]).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    for weights, found in run_on_ranks(2, started, kind):
+        torch.testing.assert_close(weights, weights_of(module), rtol=1e-5, atol=1e-6)
+        assert found == (pytest.approx(losses, rel=1e-5) if kind == "closure" else [])
 
 
 def direct() -> None:
