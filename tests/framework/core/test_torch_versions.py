@@ -46,7 +46,7 @@ def test_an_older_torch_is_the_reason_why_fsdp_cannot_repeat_a_window(monkeypatc
     with refuses(ConfigurationError, "'fsdp'", "2.13"):
         check_strategy(FSDPStrategy())
     with refuses(ConfigurationError, "'fsdp'"):
-        check_strategy(FSDPStrategy(replicas=2))
+        check_strategy(FSDPStrategy(tensor_parallel=2))
 
 
 def test_dtypes_that_torch_lacks_are_left_out() -> None:
