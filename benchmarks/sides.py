@@ -37,7 +37,7 @@ PATIENCE = 10**6
 
 @dataclass
 class Everyday:
-    """What a loop by hand calls in everyday fits."""
+    """The logging and saving of a hand-written loop."""
 
     log: Callable[[dict[str, Any], int], object]
     save: Callable[[str], object]

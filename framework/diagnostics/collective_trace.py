@@ -113,8 +113,9 @@ class CollectiveTrace:
         backward = self._before_backward(strategy.backward)
         patch(patches, strategy, "backward", backward)
         if (passes := getattr(step, "passes", None)) is not None:
-            # They hold a bound reference to the strategy's method, so patching the strategy has no effect on them.
+            # They hold bound references to the strategy's methods, so patching the strategy has no effect on them.
             patch(patches, passes, "run_backward", backward)
+            patch(patches, passes, "sync", strategy.sync_gradients)
 
     def report_exit(self, error: BaseException) -> None:
         """Notify ranks that wait for this one that it has left the fit. Not collective."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.accumulation import AccumulationSchedule
-from ..core.precision import LossScaler, Precision
+from ..core.precision import Precision
 from ..window.passes import weighted
 from .clipping import Clipping
 from .collectives import Collectives
@@ -82,11 +82,6 @@ class Training(Clipping):
                 each.leave_closed_window()
         strategy = prepared.strategy if engine is None else engine.strategy
         strategy.backward(weighted(loss, factor, self._scaler), **options)
-
-    @property
-    def scaler(self) -> LossScaler | None:
-        """The loss scale; None without one, or if the strategy has its own."""
-        return self._scaler
 
     def _factor_alone(self, weight: float | None) -> float:
         """Return the factor of a loss outside ``accumulate``: its weight in the mean over ranks.

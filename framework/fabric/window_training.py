@@ -149,7 +149,7 @@ class WindowTraining:
         shares: list[float],
         is_even: bool,
     ) -> Tensor:
-        training, count = self._training, len(batches)
+        count = len(batches)
         strategy = self._prepared.strategy if engine is None else engine.strategy
         if not is_even:
             batches = self._filled(engines, engine, batches)
@@ -159,7 +159,7 @@ class WindowTraining:
             for each in engines:
                 each.begin_micro_batch(window)
 
-        passes = Passes(strategy, training.scaler, sync=begin_pass)
+        passes = Passes(strategy, self._prepared.scaler, sync=begin_pass)
         passes.filler, passes.mean_weight = ZeroFiller(), window.mean_weight
         turns = _InTurn(passes, lambda batch: self._checked(step(fresh(batch))), batches, shares)
         passes.run(len(batches), turns)
@@ -241,7 +241,7 @@ class WindowTraining:
         with _set_aside(parameters), engine.running_window():
             joint.begin()
             if batches:
-                passes = Passes(strategy, self._training.scaler)
+                passes = Passes(strategy, self._prepared.scaler)
                 passes.mean_weight = window.mean_weight
                 passes.run_together(joint, window.steps, batches, shares, step_at, loss_at)
                 losses, _ = joint.share(losses)

@@ -1,7 +1,7 @@
 """Rehearsal of an optimizer step as one rank among many that are not there.
 
 The strategy's own set-up and a window of passes run on tensors without data, in a process group whose collectives
-return at once. The order is that of ``framework/loop/automatic_step.py`` and ``joint_step.py``:
+return at once. The passes are run by ``framework/window/passes.py``, as those of a fit:
 
     connect, configure_model, device, configure_optimizers, setup
     for each micro-batch: transfer, forward; after the first one drop the old gradients; backward

@@ -54,7 +54,7 @@ class ZeroFiller:
 
 
 class WindowStep(Protocol):
-    """What is done in the passes of a window. ``position`` counts those of this rank, fillers included."""
+    """The forward and backward passes of one window. ``position`` is the index of a pass on this rank, with fillers."""
 
     def forward(self, position: int) -> Tensor | None:
         """Run a forward pass; return its loss, None if there is none."""

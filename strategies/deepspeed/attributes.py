@@ -25,7 +25,7 @@ _ON_PARAMETERS: set[str] = set()
 
 
 class OriginalAttributes:
-    """What a module and its parameters are before set-up, and the removal of what DeepSpeed adds."""
+    """The attributes of a module and its parameters before set-up; ``restore`` removes those that DeepSpeed adds."""
 
     def __init__(self, module: nn.Module) -> None:
         self.dtypes = {id(one): one.dtype for one in module.parameters()}
