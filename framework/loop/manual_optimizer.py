@@ -78,7 +78,9 @@ class ManualOptimizer:
         if closure is None:
             if not self._is_checked:
                 self._check_gradients()
-            self._check_weighed()
+            if self._reduced_before:
+                # Otherwise each backward pass is checked as it is averaged: gradients may be those of earlier batches.
+                self._check_weighed()
             self.reduce()
         elif fabric.updater.guarded:
             raise ConfigurationError(

@@ -169,7 +169,7 @@ class ManualStep(TrainingStep):
         own = list(batches)
         if self.is_distributed:
             return self._run_on_ranks(own, index, consumed)
-        started = self._start(own, index)
+        started = [self.start_batch(batch, index) for batch in own]
         if self.epoch_skipped:
             return False
         for batch in started:
@@ -217,7 +217,7 @@ class ManualStep(TrainingStep):
 
     def _start(self, own: list[Any], index: int) -> list[Any]:
         """Start the batch of this rank, or the one that it repeats, which callbacks do not see."""
-        if own or not self.is_distributed:
+        if own:
             return [self.start_batch(batch, index) for batch in own]
         batch = fresh(self.last)
         if self.transfer is not None:
@@ -240,7 +240,7 @@ class ManualStep(TrainingStep):
             source = holds.index(True)
             shared = world.broadcast_object(self.last if world.rank == source else None, source)
             self.last = shared if self.last is None else self.last
-        attendance.varies = True
+        attendance.varies, self.was_weighed = True, False
         self.share = world.size / count if has_batch else 0.0
         try:
             yield
@@ -258,7 +258,7 @@ class ManualStep(TrainingStep):
         return loss.detach() * self.share if self.share else torch.zeros_like(loss)
 
     def _run_batch(self, batch: Any, index: int, consumed: int) -> None:
-        self.stepped, self.in_step, self.was_weighed = False, True, False
+        self.stepped, self.in_step = False, True
         if self.average is not None:
             self.average.begin()
         if self.share:
