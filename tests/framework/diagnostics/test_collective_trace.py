@@ -119,6 +119,20 @@ def test_the_trace_does_not_change_training(strategy: str) -> None:
         assert torch.equal(one, other)
 
 
+def in_windows(debug: str | None) -> Tensor:
+    module = Regressor()
+    trainer = silent_trainer(devices=2, strategy="ddp", max_epochs=1, accumulate_grad_batches=3, debug=debug)
+    trainer.fit(module, loader(9, 2))
+    return weights_of(module)
+
+
+def test_ranks_may_have_different_numbers_of_micro_batches_in_a_window() -> None:
+    for traced, plain in zip(
+        run_on_ranks(2, in_windows, "collectives"), run_on_ranks(2, in_windows, None), strict=True
+    ):
+        torch.testing.assert_close(traced, plain, rtol=0, atol=0)
+
+
 def test_one_process_has_nothing_to_compare() -> None:
     silent_trainer(devices=1, max_epochs=1, debug="collectives").fit(Regressor(), loader(8))
 
