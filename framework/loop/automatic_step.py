@@ -32,7 +32,7 @@ from ..parallel.strategy import StepFunction
 from ..run.overrides import backward_of, weighing
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD, UPDATE
-from ..window.passes import Passes
+from ..window.passes import Passes, weighted
 from .filler_batches import FILLER, LockstepFiller, lockstep_filler
 from .step_base import TrainingStep
 from .step_output import loss_of, outputs_for_hooks
@@ -118,7 +118,8 @@ class AutomaticStep(TrainingStep):
         self.phase[0] = LAST_BACKWARD
         if loss is not None:
             self.loss_checks.note(loss)
-            self.passes.contribute(loss if self.scaler is None else self.passes.weighted(loss, 1.0))
+            # Not by the rule of ``Passes``, whose mean weight is that of the last longer window.
+            self.passes.contribute(loss if self.scaler is None else weighted(loss, 1.0, self.scaler))
         self._update(loss is not None, self.guard.bad is not None, 1, index)
         self.run.in_window = False
         if self.batch_end and not self.epoch_skipped:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from phalanx.framework.checkpoint.finite_check import scale_and_check
 from phalanx.framework.core.precision import LossScaler, resolve_precision
@@ -126,3 +128,29 @@ def sharded(planted: bool) -> tuple[bool, bool, list[str]]:
 def test_all_ranks_agree_on_their_shards(planted: bool) -> None:
     result = (not planted, True, ["_amp_foreach_non_finite_check_and_unscale_"])
     assert run_on_ranks(2, sharded, planted) == [result] * 2
+
+
+def trained_in_windows(data: DataLoader[Any]) -> Tensor:
+    module = Regressor(optimizer="sgd")
+    trainer = silent_trainer(
+        devices=1, strategy="single", precision="16-mixed", max_epochs=2, accumulate_grad_batches=2
+    )
+    trainer.fit(module, data)
+    return weights_of(module)
+
+
+def test_a_short_last_window_has_the_loss_scale_alone() -> None:
+    data, scale = loader(9, 2), LossScaler().scale
+    module, batches = Regressor(optimizer="sgd"), list(data)
+    optimizer = module.configure_optimizers()
+    for window in 2 * (batches[:2], batches[2:4], batches[4:]):
+        optimizer.zero_grad()
+        for batch in window:
+            with torch.autocast("cpu", torch.float16):
+                loss = module.training_step(batch, 0)
+            (loss * (scale / len(window))).backward()
+        if scale_and_check(local_gradients(module.parameters()), 1.0 / scale):
+            optimizer.step()
+        else:
+            scale *= 0.5
+    torch.testing.assert_close(trained_in_windows(data), weights_of(module), rtol=1e-5, atol=1e-6)
