@@ -63,13 +63,12 @@ class AutomaticStep(TrainingStep):
         self.updater.defers_scale = False
         self.optimizer = run.optimizers[0]
         self.coming_windows = windows
+        backward = backward_of(module, self.strategy)
+        self.passes = Passes(self.strategy, run.scaler, backward, self.before_backward, self.after_backward)
         reduces_each = bool(self.after_backward) and not self.reduces_after_window
         self._use_filler(lockstep_filler(run, transfer, windows, reduces_each))
         self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
         self.forward = self.routed()
-        backward = backward_of(module, self.strategy)
-        self.passes = Passes(self.strategy, run.scaler, backward, self.before_backward, self.after_backward)
-        self.passes.filler = self.filler
         self.scaler, self.has_loss = run.scaler, False
         weigh = weighing(module, self.strategy.part)
         self.batch_weight = weigh and self.meter.adding(weigh)
@@ -246,7 +245,7 @@ class AutomaticStep(TrainingStep):
     # ---- resolved once ---------------------------------------------------------------------------------------------
 
     def _use_filler(self, filler: LockstepFiller | None) -> None:
-        self.filler = filler
+        self.filler = self.passes.filler = filler
         self.totals = ReducedTotals(self.run, filler) if self.is_distributed else LocalTotals()
         self.attendance.varies = filler is not None
 
@@ -255,7 +254,6 @@ class AutomaticStep(TrainingStep):
         super().meet_calls()
         if self.filler is None and self.strategy.window_passes is None:
             self._use_filler(LockstepFiller(self.run, self.transfer, self.coming_windows, True))
-            self.passes.filler = self.filler
             self.forward = self.routed()
 
     def _flags(self) -> StepFlags:

@@ -22,7 +22,6 @@ from ..core.errors import LoopError
 from ..core.optimizer_config import parameters_of
 from ..data.accumulation_window import MicroBatches
 from ..diagnostics.isolated_step import isolated
-from ..distributed.control import Signal
 from ..parallel.fresh_batches import fresh
 from ..parallel.strategy import StepFunction
 from ..parallel.zero_backward import zero_gradients
@@ -224,10 +223,7 @@ class ManualStep(TrainingStep):
             batch = self.transfer(batch)
         self.loss_checks.index = index
         with self._repeating():
-            for hook in self.module_start:
-                if hook(batch, index) == -1:
-                    self.epoch_skipped = True
-                    self.triggers.set(Signal.END_EPOCH)
+            self.call_start_hooks(self.module_start, batch, index)
         return [batch]
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
@@ -109,11 +109,16 @@ class TrainingStep:
         self.log.begin_batch(batch, self.strategy.part.share)
         if self.count_samples is not None:
             self.meter.open_units += self.count_samples(batch)
-        for hook in self.batch_start:
+        if self.batch_start:
+            self.call_start_hooks(self.batch_start, batch, index)
+        return batch
+
+    def call_start_hooks(self, hooks: Sequence[Callable[..., Any]], batch: Any, index: int) -> None:
+        """Call hooks ``on_train_batch_start``; one that returns -1 skips this batch and the rest of the epoch."""
+        for hook in hooks:
             if hook(batch, index) == -1:
                 self.epoch_skipped = True
                 self.triggers.set(Signal.END_EPOCH)
-        return batch
 
     def refresh(self) -> None:
         """Refresh the values that may change between epochs. Collective."""
