@@ -76,6 +76,17 @@ class CanonicalState(NoArguments):
         """
         return optimizer
 
+    def reduction_order(self) -> list[Tensor]:
+        """Return the parameters in the order in which gradients are reduced; empty if it is always the same.
+
+        On three ranks or more the order affects how sums are rounded. An order that a step has determined is saved, so
+        that a resumed run rounds as the saved one.
+        """
+        return []
+
+    def use_reduction_order(self, order: Sequence[Tensor]) -> None:
+        """Reduce gradients in an order that ``reduction_order`` returned, if it holds the same parameters."""
+
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
         """Load the state of every parameter, in the order of ``parameters_of``, and hyperparameters. Collective.
 

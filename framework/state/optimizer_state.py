@@ -86,7 +86,10 @@ def optimizer_state(
         params = [own[id(parameter)] for parameter in group.parameters]
         frozen = [name for name, is_frozen in zip(params, group.frozen, strict=True) if is_frozen]
         described.append({"params": params, "frozen": frozen, "hyper": encode_inline(group.hyper)})
-    return {"class": kind_of(optimizer), "groups": described, "scalars": encode_inline(scalars)}, shards
+    document = {"class": kind_of(optimizer), "groups": described, "scalars": encode_inline(scalars)}
+    if order := [own[id(parameter)] for parameter in strategy.state.reduction_order() if id(parameter) in own]:
+        document["reduction_order"] = order
+    return document, shards
 
 
 def _move_to_host(scalars: dict[str, dict[str, Any]]) -> None:
@@ -126,3 +129,5 @@ def load_optimizer(
         for group, kept in zip(groups, saved["groups"], strict=True):
             group.update({key: value for key, value in decode(kept["hyper"]).items() if key not in _OF_THE_RUN})
     strategy.state.load_optimizer_state(optimizer, state, groups)
+    parameters, order = parameters_of(optimizer), saved.get("reduction_order", ())
+    strategy.state.use_reduction_order([parameters[positions[name]] for name in order if name in positions])

@@ -6,7 +6,7 @@ They are those of stages 1 and 2 (``SplitGradients``), of stage 3 (``SplitParame
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
 
@@ -101,6 +101,7 @@ class SplitGradients(UseOfParameters):
         # layers are defined.
         self._use_order([(one, groups[id(one)], name) for name, one in reversed(named) if id(one) in groups])
         self._first_arrivals: list[int] | None = []
+        update.state.reduction = self
         self._next = 0
         self._arrived: set[int] = set()
         self._is_late = False
@@ -208,13 +209,20 @@ class SplitGradients(UseOfParameters):
 
             get_accelerator().synchronize()
         if self._first_arrivals is not None:
-            self._learn_order(self._first_arrivals)
+            # That of their arrival on rank 0, so that none waits.
+            arrivals = self.update.state.world.broadcast_object(self._first_arrivals, 0)
+            places = dict.fromkeys([*arrivals, *range(len(self._order))])
+            self.learn_order([self._order[place][0] for place in places])
 
-    def _learn_order(self, arrivals: list[int]) -> None:
-        """Reduce gradients in the order of their arrival on rank 0 from now on, so that none waits. Collective."""
-        places = dict.fromkeys([*self.update.state.world.broadcast_object(arrivals, 0), *range(len(self._order))])
-        self._use_order([self._order[place] for place in places])
-        self._first_arrivals = None
+    def learned_order(self) -> list[Tensor]:
+        """Return the parameters in the order in which gradients are reduced; empty before the first reduction."""
+        return [] if self._first_arrivals is not None else [one for one, *_ in self._order]
+
+    def learn_order(self, parameters: Sequence[Tensor]) -> None:
+        """Reduce gradients in this order from now on, if it holds all parameters."""
+        if {id(one) for one in parameters} == self._place.keys():
+            self._use_order([self._order[self._place[id(one)]] for one in parameters])
+            self._first_arrivals = None
 
     def write(self, parameter: Any, gradient: Tensor) -> None:
         """Replace the gradient of a parameter."""

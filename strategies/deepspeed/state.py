@@ -54,6 +54,7 @@ from .state_slots import (
 
 if TYPE_CHECKING:
     from .sharded import Gathering
+    from .stages import SplitGradients
 
 _VERSION = operator.attrgetter("_version")
 
@@ -79,6 +80,8 @@ class EngineState(PartitionedState):
         self.world = world
         self.gathering: Gathering | None = None
         """Gathers parameters of stage 3 for user code."""
+        self.reduction: SplitGradients | None = None
+        """Reduces the gradients of stages 1 and 2."""
         self.lent: LentState | None = None
         """The state of the user's optimizer."""
         self.piece_steps: PieceSteps | None = None
@@ -86,6 +89,13 @@ class EngineState(PartitionedState):
         # Of parameters that are split, every change is written at once.
         self._parameters = [] if groups.stage3 else [piece.parameter for group in groups.groups for piece in group]
         self._seen = self._changes()
+
+    def reduction_order(self) -> list[Tensor]:
+        return [] if self.reduction is None else self.reduction.learned_order()
+
+    def use_reduction_order(self, order: Sequence[Tensor]) -> None:
+        if self.reduction is not None:
+            self.reduction.learn_order(order)
 
     # ---- changes by the user --------------------------------------------------------------------------------------
 

@@ -15,16 +15,20 @@ from phalanx import Callback, TrainModule
 
 
 class Wide(TrainModule):
-    """Layers large enough that the ranks' gradients are rounded differently if they are summed in another order."""
+    """Layers large enough that the ranks' gradients are rounded differently if they are summed in another order.
+
+    They are defined in another order than that in which they are used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            self.net = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 10))
+            self.last = nn.Linear(96, 10)
+            self.net = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return nn.functional.cross_entropy(self.last(self.net(batch[0])), batch[1])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), 1e-2)
@@ -69,6 +73,8 @@ def whole_and_resumed(strategy: str, path: str, arguments: dict[str, Any]) -> bo
         ("ddp", {"accumulate_grad_batches": 2}),
         ("ddp_find_unused_parameters_true", {}),
         ("fsdp", {}),
+        ("zero1", {}),
+        ("zero2", {"accumulate_grad_batches": 2}),
     ],
 )
 def test_resuming_on_three_ranks(tmp_path: Any, strategy: str, arguments: dict[str, Any]) -> None:
