@@ -112,6 +112,11 @@ def main() -> None:
     # The batch norm needs two samples.
     loader = DataLoader(data, max(2, 4 // ranks), shuffle=True, num_workers=workers)
     trainer.fit(module, loader, DataLoader(data, 60), ckpt_path="auto")
+    write_result(root, trainer, module)
+
+
+def write_result(root: Path, trainer: Trainer, module: TrainModule) -> None:
+    """Write the outcome of a fit: a hash of the weights, the metrics and the number of steps."""
     if trainer.is_global_zero:
         tensors = b"".join(tensor.detach().numpy().tobytes() for tensor in module.state_dict().values())
         metrics = {name: value.item() for name, value in sorted(trainer.callback_metrics.items())}

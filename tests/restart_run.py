@@ -1,6 +1,7 @@
-"""A training that fails at chosen moments: ``restart_run.py ROOT STRATEGY RANKS MOMENTS``.
+"""A training that fails at chosen moments: ``restart_run.py ROOT STRATEGY RANKS MOMENTS [SNAPSHOTS]``.
 
 A moment is ``raise-<step>`` or ``kill-<step>``, on the last rank: once, or whenever it comes there if a star follows.
+With SNAPSHOTS, the steps between two of them, ranks are not restarted, and the same command continues.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Model(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-def train(root: Path, strategy: str, ranks: int, moments: list[str], max_restarts: int = 0) -> str:
+def train(
+    root: Path, strategy: str, ranks: int, moments: list[str], max_restarts: int = 0, snapshots: int | None = None
+) -> str:
     """Train; return how it ended."""
     root.mkdir(exist_ok=True)
     seed_everything(3)
@@ -64,13 +67,18 @@ def train(root: Path, strategy: str, ranks: int, moments: list[str], max_restart
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
-        callbacks=ModelCheckpoint(every_n_train_steps=2, save_top_k=-1),
+        callbacks=ModelCheckpoint(every_n_train_steps=2 if snapshots is None else 12, save_top_k=-1),
         max_restarts=max_restarts,
+        snapshots=snapshots,
     )
     model = Model(root, moments)
-    trainer.fit(model, DataLoader(data, 2, shuffle=True))
+    trainer.fit(model, DataLoader(data, 2, shuffle=True), ckpt_path=None if snapshots is None else "auto")
+    if not trainer.is_global_zero:
+        return ""
     return f"ENDED {trainer.global_step} {sum(float(each.double().sum()) for each in model.parameters())}"
 
 
 if __name__ == "__main__":
-    print(train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4].split(","), max_restarts=3))
+    every = int(sys.argv[5]) if len(sys.argv) > 5 else None
+    restarts = 3 if every is None else 0
+    print(train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4].split(","), restarts, every))

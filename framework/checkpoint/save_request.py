@@ -30,6 +30,10 @@ class SaveRequest:
     """Failures in a row are counted for each key."""
     tolerant: bool = True
     """Whether training continues after a failure."""
+    optional: bool = False
+    """Whether a failure is only passed to ``on_done``: what is lost is no checkpoint that the user counts on."""
+    make_room: Callable[[], object] = lambda: None
+    """Called on rank 0 before anything is written, possibly on another thread."""
     prune: Callable[[BackgroundDeletion], list[str]] = _delete_none
     """Called on rank 0 once the checkpoint is published, possibly on another thread: deletes older ones. Returns lines
     for the console."""

@@ -16,10 +16,11 @@ from ..system.environment import rank_environment, threads_for_ranks
 from ..system.file_lock import lock, unheld, unlock
 from ..system.launcher_env import LOOPBACK, STORE_FD, Placement
 from ..system.processes import is_running
-from .restart_policy import attempt_directory
+from .restart_policy import attempt_directory, memory_link
 
 # Prefix of the name of a launch's private directory; the supervisor's pid follows.
 _PREFIX = "phalanx-"
+_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,10 @@ class LaunchContext:
 
 
 @contextlib.contextmanager
-def private_directory() -> Iterator[str]:
-    """Create the directory of a launch; remove it on exit."""
-    _remove_stale(Path(tempfile.gettempdir()))
-    directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+def private_directory(parent: Path | None = None) -> Iterator[str]:
+    """Create the directory of a launch, in that of temporary files if no other is given; remove it on exit."""
+    _remove_stale(parent or Path(tempfile.gettempdir()))
+    directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent)
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     lock(handle)
     try:
@@ -91,6 +92,19 @@ def private_directory() -> Iterator[str]:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         unlock(handle)
+
+
+@contextlib.contextmanager
+def shared_memory(launch_directory: str) -> Iterator[None]:
+    """Give a launch a directory in memory that outlives its ranks, see ``memory_of_next_fit``; remove it on exit.
+
+    There is none on systems that have no file system in memory.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            directory = stack.enter_context(private_directory(_MEMORY))
+            os.symlink(directory, memory_link(launch_directory))
+        yield
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ older run with the same name.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ..system.failure_records import INTERRUPTED, write_atomically
 
 # Exit codes after which a restart would fail in the same way, or which the user requested.
 FINAL = frozenset({0, ConfigurationError.exit_code, CheckpointError.exit_code, Preempted.exit_code, INTERRUPTED})
-# Seconds before a restart; doubled after each failure without progress since the previous one.
+# Seconds before a restart after a failure without progress since the previous one; doubled after each of them.
 FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 60.0
 
@@ -51,7 +52,7 @@ class RestartPolicy:
         self._setbacks = 0 if further else self._setbacks + 1
         self._step = step
         self.done += 1
-        return min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0**self._setbacks)
+        return 0.0 if further else min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** (self._setbacks - 1))
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,25 @@ def record_fit(directory: str, fit: FitRecord) -> None:
 def run_directory(directory: str) -> Path | None:
     """Return the directory of the first fit of an attempt that has files, or None if there is none yet."""
     return next((Path(fit.directory) for fit in fits(directory) if fit.directory), None)
+
+
+def memory_link(launch_directory: str) -> Path:
+    """Return the link to the directory in memory that the attempts of a launch share."""
+    return Path(launch_directory) / "memory"
+
+
+def memory_of_next_fit(directory: str) -> Path | None:
+    """Return the directory in memory for the next fit of an attempt, the same in every attempt; None if there is none.
+
+    Removes those of the attempt's earlier fits: they have ended, or the program has caught their errors.
+    """
+    link, number = memory_link(str(Path(directory).parent)), len(fits(directory))
+    if not link.is_dir():
+        return None
+    memory = link.resolve()
+    for earlier in range(number):
+        shutil.rmtree(memory / f"fit_{earlier}", ignore_errors=True)
+    return memory / f"fit_{number}"
 
 
 def earlier_fit(directory: str, attempt: int) -> FitRecord | None:

@@ -22,10 +22,11 @@ from ..system.environment import hiding_secrets
 from ..system.processes import Process, die_with_parent
 from .exit_hooks import quick_exit, write_error
 from .fork_server import ForkServer, ServerGone
-from .launch_context import LaunchContext, launch_context, private_directory
+from .launch_context import LaunchContext, launch_context, private_directory, shared_memory
 from .nodes import Nodes
 from .rank_output import RankOutput
 from .rank_states import RankStates
+from .rescue import rescue
 from .restart_policy import FINAL, RestartPolicy, run_directory
 from .supervisor import Supervisor
 from .verdict import Verdict
@@ -41,6 +42,7 @@ def launch_script(
     libraries: Sequence[str] = (),
     script: Script | None = None,
     nodes: Nodes | None = None,
+    snapshots: bool = False,
 ) -> NoReturn:
     """Run a script once for each rank, watch the ranks, and end with their exit code.
 
@@ -51,6 +53,7 @@ def launch_script(
         libraries: modules that every rank will import.
         script: the script to run; by default that of this process.
         nodes: the nodes of the run; by default there is only this one.
+        snapshots: whether the ranks get memory for snapshots also if they are not restarted.
 
     Raises:
         SystemExit: always, once all ranks have ended. The code after this call runs only in the ranks.
@@ -61,8 +64,10 @@ def launch_script(
         raise ConfigurationError(
             "There is no script that could be run again for each rank; in a notebook or an interpreter, fork them."
         )
-    restarts, nodes = RestartPolicy(max_restarts), nodes or Nodes()
-    with private_directory() as directory:
+    restarts = RestartPolicy(max_restarts)
+    # The ranks of a node do not see the memory of another one.
+    has_memory, nodes = nodes is None and (snapshots or max_restarts > 0), nodes or Nodes()
+    with private_directory() as directory, shared_memory(directory) if has_memory else contextlib.nullcontext():
         supervisor = Supervisor(directory, adopts_orphans=True)
         launcher = _ScriptLauncher(script or Script.running(), supervisor, nodes, libraries, not keeps_files)
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -92,14 +97,16 @@ def _run_attempts(
             return ended
         with launch_context(directory, num_ranks, restarts.done, nodes.place) as context:
             verdict = launcher.run_attempt(context, is_last=restarts.done >= restarts.allowed)
-        if supervisor.is_shutting_down or nodes.is_lost:
-            return verdict
-        wait = restarts.wait_before_restart(verdict.exit_code, verdict.step)
+        ends = supervisor.is_shutting_down or nodes.is_lost
+        wait = None if ends else restarts.wait_before_restart(verdict.exit_code, verdict.step)
         if wait is None:
+            if verdict.failed and not supervisor.has_to_leave and (saved := rescue(directory)) is not None:
+                write_error(f"phalanx: the newest snapshot in memory was saved as {saved}")
+                verdict = replace(verdict, advice=_amend_report(verdict, run_directory(context.directory)))
             return verdict
         write_error(
-            f"{verdict.message}\nphalanx: the ranks are started again in {wait:g} s, from the newest good "
-            f"checkpoint if there is one (restart {restarts.done} of {restarts.allowed})"
+            f"{verdict.message}\nphalanx: the ranks are started again {f'in {wait:g} s' if wait else 'now'}, from the "
+            f"newest good checkpoint if there is one (restart {restarts.done} of {restarts.allowed})"
         )
         if (ended := supervisor.pause(wait)) is not None:
             return ended

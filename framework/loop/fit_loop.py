@@ -31,6 +31,7 @@ from ..metrics.no_log import NoLog
 from ..resume.ended_fit import EndedFit
 from ..resume.preempted_save import agree, leave_if_preempted
 from ..resume.rank_state import redone, rejoin
+from ..resume.snapshots import NoSnapshots, Snapshots
 from ..run.run import Run
 from .automatic_step import AutomaticStep
 from .evaluation_loop import logging_to
@@ -64,6 +65,7 @@ class FitLoop:
         """The state of this rank before the end of an epoch that a stop has cut short."""
         run.triggers.tally = run.meter
         run.allow_stops(self._may_stop_before_step)
+        self.snapshots: Snapshots | NoSnapshots = NoSnapshots()
         self.ended: EndedFit | None = None
         """The state of the end of the fit, once that is reached."""
 
@@ -182,7 +184,7 @@ class FitLoop:
         begin_step = run.heartbeat.step
         one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self.validation.in_epochs
         clock, end_step = time.perf_counter, run.meter.end_step
-        plateaus, is_first = run.has_step_plateaus, True
+        plateaus, is_first, snapshots = run.has_step_plateaus, True, self.snapshots
         # The end of each step records the next position.
         run.heartbeat.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         while progress.global_step < self._step_limit:
@@ -215,6 +217,8 @@ class FitLoop:
                 triggers.handle()
             if validates:
                 self.validation.run_if_due()
+            if progress.global_step >= snapshots.due:
+                snapshots.take()
             if progress.epoch_cut:
                 return True
             if run.stop_requested and self._may_stop():

@@ -78,6 +78,11 @@ class Saver:
         """For each failure key whose last save failed: the number of failures in a row, and the last error."""
 
     @property
+    def is_pending(self) -> bool:
+        """Whether an asynchronous save is in progress, which is the same on all ranks."""
+        return self._pending is not None
+
+    @property
     def sharded(self) -> bool:
         """Whether every rank writes its own part of a checkpoint."""
         return not self._run.traits.replicates
@@ -192,8 +197,9 @@ class Saver:
             over = pending.work.wait(_LAST_SECONDS)
             if not over or pending.work.error is not None:
                 lost = StorageError(f"{pending.request.path} was not saved: the run ended before it was written.")
-                self._run.note(str(lost))
-                pending.request.on_done(lost)
+                if not pending.request.optional:
+                    self._run.note(str(lost))
+                    pending.request.on_done(lost)
         # After a successful fit no deletion is pending; after a failure the next run deletes the rest.
         self._deletion.close(_LAST_SECONDS)
         for text in self._deletion.problems():
@@ -239,6 +245,8 @@ class Saver:
         given_up: Callable[[], bool],
     ) -> None:
         when = f"at optimizer step {request.step}"
+        if world.is_global_zero:
+            request.make_room()
         save(
             request.path,
             snapshot,
@@ -263,6 +271,8 @@ class Saver:
             return
         if isinstance(error, PhalanxError):
             request.on_done(error)
+        if request.optional and isinstance(error, _TOLERATED):
+            return
         if not request.tolerant or not isinstance(error, _TOLERATED):
             raise error
         if isinstance(error, NonFiniteError):

@@ -46,6 +46,13 @@ class Origin:
     """The lock of the run's directory, if the run writes."""
     continues: bool = False
     """Whether the fit continues in the directory that the checkpoint was saved from."""
+    memory: Path | None = None
+    """The directory for snapshots that outlive the ranks, if the launch has one."""
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether the checkpoint is a snapshot in memory, which ends with the launch."""
+        return self.checkpoint is not None and self.checkpoint.parent == self.memory
 
 
 @dataclass(frozen=True)
@@ -90,12 +97,19 @@ class Search:
             raise CheckpointError(f"ckpt_path={str(path)!r}: {reason}")
         return Origin(fresh, path)
 
-    def continued(self, before: FitRecord) -> Origin | None:
-        """Return the origin for a fit that an earlier attempt of this launch began; None if it saved nothing."""
-        if before.identity is None:
-            return None
-        refused = only_of(before.identity, not_resumable)
-        checkpoint = newest_good([self.directory(before.version).checkpoints, *self.shared], self.note, refused)
+    def continued(self, before: FitRecord, memory: Path | None) -> Origin | None:
+        """Return the origin for a fit that an earlier attempt of this launch began; None if it saved nothing.
+
+        Args:
+            before: the fit.
+            memory: the directory of its snapshots, if there is one.
+        """
+        folders: list[Path] = [] if memory is None else [memory]
+        refused: Refuse = not_resumable
+        if before.identity is not None:
+            folders += [self.directory(before.version).checkpoints, *self.shared]
+            refused = only_of(before.identity, not_resumable)
+        checkpoint = newest_good(folders, self.note, refused)
         return None if checkpoint is None else Origin(before.version, checkpoint, verified=True, continues=True)
 
     def at_interrupted(self, found: Origin, before: FitRecord | None) -> Origin:

@@ -18,19 +18,20 @@ from ..launch.slurm import NEAR_END, REQUEUED_AT, requeue
 from ..run.run import Run
 from ..system.environment import current_job
 
-_CHECKPOINT, _CHECKPOINTS = "preempted{}.ckpt", re.compile(r"preempted(-v\d+)?\.ckpt")
+_PREEMPTED, RESCUED = "preempted", "rescued"
+_CHECKPOINTS = re.compile(rf"({_PREEMPTED}|{RESCUED})(-v\d+)?\.ckpt")
 
 
 def is_name(name: str) -> bool:
-    """Whether ``name`` is a possible name of a checkpoint of a preempted run."""
+    """Whether ``name`` is a possible name of a checkpoint of a run that was preempted or has failed."""
     return _CHECKPOINTS.fullmatch(name) is not None
 
 
-def _own_path(directory: Path, identity: str | None) -> Path:
+def own_path(directory: Path, kind: str, identity: str | None) -> Path:
     """Return the path of this run's checkpoint, which may exist already; checkpoints of other runs are not replaced."""
     version = 0
     while True:
-        path = directory / _CHECKPOINT.format(f"-v{version}" if version else "")
+        path = directory / f"{kind}{f'-v{version}' if version else ''}.ckpt"
         if not os.path.lexists(path):
             return path
         with suppress(CheckpointError, StorageError):
@@ -69,13 +70,16 @@ def _saved(run: Run, directory: Path | None) -> str:
     """Save a run and return the second half of the message about it. Collective."""
     if run.progress.global_batch == 0:
         return "before there was anything to save; run the same command again."
-    if run.resumed is not None and run.resumed[1] == run.progress.global_batch:
+    begun = run.resumed
+    if begun is not None and not begun.is_snapshot and begun.batches == run.progress.global_batch:
         # The state, which may be large, is on the disk already.
-        return f"with nothing new since {run.resumed[0]}; run the same command again."
+        return f"with nothing new since {begun.checkpoint}; run the same command again."
     if directory is None:
         return "and saved nothing, since this run keeps no checkpoints."
     identity = run.directory.identity
-    path = run.world.broadcast_object(str(_own_path(directory, identity)) if run.world.is_global_zero else "")
+    path = run.world.broadcast_object(
+        str(own_path(directory, _PREEMPTED, identity)) if run.world.is_global_zero else ""
+    )
     try:
         run.saver.save(SaveRequest(Path(path), tolerant=False))
     except NonFiniteError as error:

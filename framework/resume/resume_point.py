@@ -13,7 +13,7 @@ from ..checkpoint import clean_own, clean_shared
 from ..core.errors import CheckpointError, ConfigurationError, StorageError, did_you_mean
 from ..distributed.collective_errors import on_rank_zero
 from ..distributed.world import World
-from ..launch.restart_policy import FitRecord, earlier_fit, record_fit
+from ..launch.restart_policy import FitRecord, earlier_fit, memory_of_next_fit, record_fit
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory
 from .checkpoint_search import Origin, Search, is_interrupted
@@ -65,10 +65,11 @@ def claim_directory(
     """
     notes = error_dir()
     before = None if notes is None or not world.is_global_zero else earlier_fit(notes, attempt())
+    memory = None if notes is None or not world.is_global_zero else memory_of_next_fit(notes)
     search = Search(directory.root, directory.name, callbacks, note)
 
     def find() -> Origin:
-        again = None if before is None else search.continued(before)
+        again = None if before is None else search.continued(before, memory)
         return again or search.origin(given)
 
     def claim() -> Origin:
@@ -88,7 +89,7 @@ def claim_directory(
             path = str(directory.path) if writes else ""
             with contextlib.suppress(OSError):
                 record_fit(notes, FitRecord(directory.version, path, directory.identity))
-        return replace(found, version=directory.version, identity=directory.identity)
+        return replace(found, version=directory.version, identity=directory.identity, memory=memory)
 
     origin = on_rank_zero(world, claim)
     directory.adopt(origin.version, True, origin.identity)

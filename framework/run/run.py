@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,22 @@ if TYPE_CHECKING:
     from .context import ManualOptimizer, RunContext, RunSaver
 
 Hook = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run was resumed from."""
+
+    checkpoint: Path
+    batches: int
+    """The number of global batches seen at that time."""
+    is_snapshot: bool
+    """Whether it is a snapshot in memory, which does not outlive the launch."""
+
+    @property
+    def name(self) -> str:
+        """The path, or the words for a snapshot."""
+        return "a snapshot in memory" if self.is_snapshot else str(self.checkpoint)
 
 
 class Run(LearningRates):
@@ -89,8 +106,8 @@ class Run(LearningRates):
         self.stop_reason: str | None = None
         self.preempted_by: tuple[int, str] | None = None
         """The rank that received a preemption signal, and the signal's name."""
-        self.resumed: tuple[Path, int] | None = None
-        """The checkpoint that this run was resumed from, and the number of batches seen at that time."""
+        self.resumed: Resumed | None = None
+        """What this run was resumed from."""
         self.manual_backward: Callable[..., None] = _no_loop
         # Functions that are called when the run has ended, also after an error, such as those that revert layers.
         self.at_end = ExitStack()
@@ -126,9 +143,9 @@ class Run(LearningRates):
                 "never reach it: resume from the newest checkpoint, with ckpt_path='auto'."
             )
 
-    def resume_from(self, checkpoint: Path) -> None:
+    def resume_from(self, checkpoint: Path, is_snapshot: bool) -> None:
         """Record the checkpoint that this run was restored from."""
-        self.resumed = checkpoint, self.progress.global_batch
+        self.resumed = Resumed(checkpoint, self.progress.global_batch, is_snapshot)
 
     def use_manual(self, optimizers: Sequence[ManualOptimizer], backward: Callable[..., None]) -> None:
         """Use manual optimization: the module's training step runs backward passes and updates."""

@@ -35,7 +35,7 @@ from ..state.switched_weights import SwitchedWeights
 from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
 from .device_hints import device_hints
-from .loop_assembly import build_loop, build_step, check_limits, evaluation_plan, routed_code
+from .loop_assembly import build_loop, build_step, check_limits, evaluation_plan, routed_code, snapshots_of
 from .model_placement import load_pretrained, place_model
 from .plugins import merged_callbacks
 
@@ -107,6 +107,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     elif (own := run.world.identical_group) > 0:
         # Ranks draw different numbers from now on (dropout); rank 0 draws those of a single process.
         seed_rank(mix_seed(session.seed, own), run.world.device)
+    loop.snapshots = snapshots_of(session, run, resume_point)
     return loop
 
 
@@ -279,7 +280,7 @@ def _restore(loop: FitLoop, resumption: Resumption, resume_point: Origin) -> Non
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
     warn_of_other_batch(run, checkpoint.document, loop.windows.step_samples)
     restore_rank(run, checkpoint, loop.windows)
-    run.resume_from(checkpoint.path)
+    run.resume_from(checkpoint.path, resume_point.is_snapshot)
 
 
 def _transfer_first(transfer: Callable[[Any, int], Any], batch: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import CheckpointError, ConfigurationError
 from ..data.accumulation_window import GlobalWindows, Windows
 from ..data.repeatable_windows import RepeatableWindows
+from ..distributed.collective_errors import on_rank_zero
+from ..launch.rescue import keep_target
 from ..loop import ManualStep
 from ..loop.automatic_step import AutomaticStep
 from ..loop.evaluation_loop import EvaluationPlan
@@ -16,7 +18,10 @@ from ..loop.fit_loop import FitLoop
 from ..loop.fit_plan import FitPlan
 from ..loop.joint_step import JointStep
 from ..loop.recovering_step import RecoveringStep, check_recovery
+from ..memory.available_memory import disk_free, host_memory
 from ..parallel.strategy import Routed
+from ..resume.preempted_save import RESCUED, own_path
+from ..resume.snapshots import AUTO, COPIES, NoSnapshots, Snapshots
 from ..run.overrides import is_overridden
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from ..checkpoint.reader import Checkpoint
     from ..core.global_batch import GlobalBatch
     from ..data.evaluation_source import EvaluationSource
+    from ..resume.checkpoint_search import Origin
     from ..run.run import Run
     from .data_sources import Data
     from .resolved_settings import Settings
@@ -192,3 +198,31 @@ def build_step(
     if run.strategy.window_passes is not None:
         return JointStep(run, transfer, nonfinite, clipping, run.strategy.window_passes)
     return AutomaticStep(run, transfer, nonfinite, clipping, windows)
+
+
+def snapshots_of(session: Session, run: Run, origin: Origin) -> Snapshots | NoSnapshots:
+    """Return what takes the snapshots of a fit: nothing without a launcher that has memory for them. Collective."""
+    folder, given = origin.memory, session.settings.given.snapshots
+    if folder is None and given:
+        run.note(
+            f"snapshots={given!r} has no effect on this run: they are for scripts whose ranks phalanx itself starts, "
+            "on one node."
+        )
+    if folder is None or given is False:
+        return NoSnapshots()
+    needed = COPIES * run.saver.estimate(weights_only=False)
+    saves = run.context.preemption_directory()
+
+    def free() -> int:
+        folder.mkdir(exist_ok=True)
+        if saves is not None:
+            keep_target(folder, own_path(saves, RESCUED, run.directory.identity))
+        return min(disk_free(folder), host_memory(1))
+
+    if (found := on_rank_zero(run.world, free)) < needed:
+        run.note(
+            f"No snapshots are taken, and restarts begin from checkpoints: they need {needed:,} bytes of memory, and "
+            f"{found:,} are free in {folder.parent.parent}."
+        )
+        return NoSnapshots()
+    return Snapshots(run, folder, given or AUTO, origin.checkpoint if origin.is_snapshot else None)

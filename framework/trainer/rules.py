@@ -37,6 +37,13 @@ def one_of(*names: str, optional: bool = False) -> Rule:
     return rule
 
 
+def every_steps(name: str, value: Any) -> Any:
+    """Rule of intervals in optimizer steps: a number, ``"auto"``, False for never, None for the default."""
+    if value is None or value is False or value == "auto" or is_count(value, 1):
+        return value
+    raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, of at least 1, 'auto' or False.")
+
+
 def flag(name: str, value: Any) -> Any:
     """Rule of switches: True, False, or None if the default is chosen later."""
     if value is not None and not isinstance(value, bool):

@@ -28,7 +28,7 @@ def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
     begin = {
         "step": run.progress.global_step,
         "attempt": attempt(),
-        "checkpoint": None if run.resumed is None else str(run.resumed[0]),
+        "checkpoint": None if run.resumed is None else run.resumed.name,
     }
     recorder = RunRecorder(session.directory.path, _View(session, loop).look, begin)
 

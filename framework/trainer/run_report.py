@@ -68,9 +68,8 @@ def start_lines(loop: FitLoop, log_dir: str | None, checkpoint_dir: Path | None)
     if run.resumed is not None:
         progress = run.progress
         epoch, batch = (progress.epoch + 1, 0) if progress.epoch_ended else (progress.epoch, progress.batch_in_epoch)
-        lines.append(
-            f"resumes    {shortened(run.resumed[0])}: epoch {epoch}, batch {batch}, step {progress.global_step}"
-        )
+        origin = run.resumed.name if run.resumed.is_snapshot else shortened(run.resumed.checkpoint)
+        lines.append(f"resumes    {origin}: epoch {epoch}, batch {batch}, step {progress.global_step}")
     return lines
 
 
@@ -117,7 +116,7 @@ def end_lines(run: Run, callbacks: list[Callback]) -> list[str]:
     progress = run.progress
     reason = f": {run.stop_reason}" if run.stop_reason else ""
     steps, epochs = counted(progress.global_step, "optimizer step"), counted(progress.epoch, "epoch")
-    nothing = run.resumed is not None and run.resumed[1] == progress.global_batch
+    nothing = run.resumed is not None and run.resumed.batches == progress.global_batch
     lines = [f"trained    {'nothing more: it had finished after ' if nothing else ''}{steps}, {epochs}{reason}"]
     for saved in saved_by(callbacks):
         if saved.monitor is not None and saved.best_model_score is not None:

@@ -20,9 +20,9 @@ def start_script_ranks(session: Session, writes: bool) -> None:
         session: the state of the Trainer.
         writes: whether the run writes files.
     """
-    resources, max_restarts = session.fabric.resources, session.settings.given.max_restarts
-    place = resources.place
-    # Restarts of a single rank need a supervisor process too.
-    restarts = bool(max_restarts) and place.launcher is None and place.size == 1
-    if (resources.must_launch or restarts) and can_rerun_script():
-        launch_script(resources.world_size, max_restarts, writes, resources.libraries)
+    resources, given = session.fabric.resources, session.settings.given
+    place, snapshots = resources.place, bool(given.snapshots)
+    # A process that outlives it is needed for a single rank too.
+    is_watched = (bool(given.max_restarts) or snapshots) and place.launcher is None and place.size == 1
+    if (resources.must_launch or is_watched) and can_rerun_script():
+        launch_script(resources.world_size, given.max_restarts, writes, resources.libraries, snapshots=snapshots)

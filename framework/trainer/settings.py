@@ -28,6 +28,7 @@ from .rules import (
     dev_run,
     directory,
     duration,
+    every_steps,
     flag,
     interval,
     one_of,
@@ -209,6 +210,13 @@ class TrainerSettings:
         "how often ranks that phalanx launched are restarted after a failure, from the newest good checkpoint. A step "
         "that fails twice in a row ends the run, and so does a failure that a restart would not change.",
         at_least(0),
+    )
+    snapshots: int | str | bool | None = _setting(
+        None,
+        "after how many optimizer steps the state is copied into memory that outlives the ranks. Restarted ranks "
+        'continue from it, and if a run fails it is saved as ``rescued.ckpt``. ``"auto"``: as often as takes at most 2 '
+        'percent of the time; None: ``"auto"`` with ``max_restarts``; False: never.',
+        every_steps,
     )
     stall_timeout: StallTimeout = _setting(
         None,

@@ -107,6 +107,7 @@ def _fit(session: Session, request: StageRequest) -> None:
                 modes.enter_context(profiled_fit(session, loop))
             loop()
         loop.run.saver.end()
+        loop.snapshots.end()
         _end(session, loop)
 
 

@@ -29,7 +29,7 @@ ROOMS: dict[str, str] = {
     "pretrained": "core system distributed checkpoint parallel state",
     "window": "core parallel",
     "watchdog": "core system distributed",
-    "launch": "core system distributed data watchdog report",
+    "launch": "core system distributed checkpoint data watchdog report",
     "profiling": "core system distributed metrics",
     "fabric": "core system distributed metrics checkpoint parallel data state pretrained launch window",
     "api": "core distributed metrics checkpoint parallel state pretrained profiling fabric",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from phalanx.framework.system.launcher_env import ATTEMPT, ERROR_DIR
 SCRIPT = TESTS / "restart_run.py"
 
 
-def run(root: Path, strategy: str, ranks: int, moments: str) -> tuple[int, list[str]]:
+def run(root: Path, strategy: str, ranks: int, moments: str, *snapshots: str) -> tuple[int, list[str]]:
     root.mkdir(exist_ok=True)
-    done = run_script(SCRIPT, str(root), strategy, str(ranks), moments, timeout=150.0)
+    done = run_script(SCRIPT, str(root), strategy, str(ranks), moments, *snapshots, timeout=150.0)
     return done.returncode, done.stdout.splitlines()
 
 
@@ -43,18 +44,37 @@ def test_one_rank_is_restarted_until_a_step_fails_twice_in_a_row(tmp_path: Path)
     code, printed = run(tmp_path, "single", 1, "raise-9*")
     assert code == 1
     assert printed[-2] == "ZeroDivisionError: raise-9"
-    assert printed[-1].startswith("phalanx: 1 step is lost: epoch=0-step=8.ckpt (step 8) is good. To resume: python ")
+    # The newest snapshot is of the last step or of one before.
+    newest = r"1 step is lost: epoch=0-step=8.ckpt \(step 8\)|nothing lost: rescued.ckpt \(step 9\)"
+    assert re.match(rf"phalanx: ({newest}) is good. To resume: python ", printed[-1])
     assert "phalanx: the ranks are not started again, since optimizer step 9 failed twice in a row" in printed
-    assert sum("started again in" in line for line in printed) == 1
+    assert sum("are started again" in line for line in printed) == 1
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
+def test_after_a_failure_the_newest_snapshot_is_a_checkpoint(tmp_path: Path, strategy: str, ranks: int) -> None:
+    _, whole = run(tmp_path / "whole", strategy, ranks, "none")
+    code, printed = run(tmp_path / "broken", strategy, ranks, "raise-5", "2")
+    assert code == 1
+    (saved,) = (tmp_path / "broken").rglob("*.ckpt")
+    assert saved.name == "rescued.ckpt"
+    assert f"phalanx: the newest snapshot in memory was saved as {saved}" in printed
+    assert "rescued.ckpt (step 4) is good" in printed[-1]
+    code, printed = run(tmp_path / "broken", strategy, ranks, "raise-5", "2")
+    assert code == 0
+    assert [line for line in printed if line.startswith("ENDED ")] == [
+        line for line in whole if line.startswith("ENDED")
+    ]
 
 
 def test_the_wait_grows_until_an_attempt_gets_further() -> None:
     restarts = RestartPolicy(10)
-    assert restarts.wait_before_restart(137, 5) == FIRST_WAIT_SECONDS
-    assert restarts.wait_before_restart(1, 3) == 2 * FIRST_WAIT_SECONDS
-    assert restarts.wait_before_restart(1, None) == 4 * FIRST_WAIT_SECONDS
-    assert restarts.wait_before_restart(74, 4) == FIRST_WAIT_SECONDS
-    assert restarts.wait_before_restart(76, 9) == FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(137, 5) == 0.0
+    assert restarts.wait_before_restart(1, 3) == FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(1, None) == 2 * FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(74, 4) == 0.0
+    assert restarts.wait_before_restart(76, 9) == 0.0
     many = RestartPolicy(100)
     waits = [many.wait_before_restart(137, step) for step in range(40, 0, -1)]
     assert waits[-1] == LONGEST_WAIT_SECONDS
@@ -117,7 +137,7 @@ def fit(root: Path, steps: int, given: str | None = None, saver: ModelCheckpoint
     class Origin(Counting):
         def on_train_start(self) -> None:
             assert trainer.run is not None
-            origin.append(str(trainer.run.resumed[0] if trainer.run.resumed else ""))
+            origin.append(str(trainer.run.resumed.checkpoint if trainer.run.resumed else ""))
 
     trainer.fit(Origin(), loader(), ckpt_path=given)
     return len(computed), trainer.directory.version, origin[0]

@@ -1,0 +1,62 @@
+"""``rescue``: the newest snapshot of a launch that has failed, written out as a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ..checkpoint.listing import furthest, newest_complete
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint.retention import link_files
+from ..core.errors import PhalanxError
+from ..system.atomic_directories import HiddenDirectory, replace_directory
+from .restart_policy import memory_link
+
+_TARGET = "target"
+
+
+def keep_target(folder: Path, target: Path) -> None:
+    """Record the path that the newest snapshot in ``folder`` is written to if the launch fails."""
+    link = folder / _TARGET
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+
+
+def rescue(launch_directory: str) -> Path | None:
+    """Write the newest snapshot to its target, unless a checkpoint of the run beside it has as much progress.
+
+    Returns:
+        The checkpoint; None if there is no newer snapshot, or if it cannot be written.
+    """
+    folders = sorted(memory_link(launch_directory).glob("fit_*"), reverse=True)
+    for link in (folder / _TARGET for folder in folders if (folder / _TARGET).is_symlink()):
+        target = Path(os.readlink(link))
+        with suppress(PhalanxError, OSError):
+            snapshot = newest_complete([link.parent], lambda manifest: None)
+            if snapshot is not None and not _is_behind(read_manifest(snapshot), target.parent):
+                return _copied(snapshot, target)
+    return None
+
+
+def _is_behind(snapshot: Manifest, folder: Path) -> bool:
+    def refused(manifest: Manifest) -> str | None:
+        return None if _run_of(manifest) == _run_of(snapshot) else "another run saved it."
+
+    saved = newest_complete([folder], refused)
+    return saved is not None and furthest(read_manifest(saved))[:2] >= furthest(snapshot)[:2]
+
+
+def _run_of(manifest: Manifest) -> object:
+    return manifest.document.get("run") if isinstance(manifest.document, dict) else None
+
+
+def _copied(snapshot: Path, target: Path) -> Path:
+    hidden = HiddenDirectory(target)
+    try:
+        link_files(snapshot, hidden.path)
+        replace_directory(hidden.path, target)
+    finally:
+        hidden.release()
+    return target

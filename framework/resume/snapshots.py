@@ -1,0 +1,116 @@
+"""``Snapshots``: the state of a fit in memory that outlives its ranks, from which restarted ranks continue.
+
+A snapshot is a checkpoint in a file system in memory: every strategy can save and load it, its tensors have checksums,
+and it counts once its manifest is written. Two directories take turns, so that one is complete at any time. The
+launcher's process removes both at its end.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..checkpoint.save_request import SaveRequest
+
+if TYPE_CHECKING:
+    from ..checkpoint.background_deletion import BackgroundDeletion
+    from ..core.errors import PhalanxError
+    from ..run.run import Run
+
+AUTO = "auto"
+# The most of the time of training that snapshots take if their interval is found.
+_SHARE = 0.02
+# The first costs are not typical: memory is allocated, and code compiled. So intervals grow at most by this factor.
+_GROWTH = 4
+COPIES = 3
+"""Two snapshots, and the copy from which one of them is written."""
+_NAMES = ("memory-0.ckpt", "memory-1.ckpt")
+
+
+class NoSnapshots:
+    """Takes no snapshots."""
+
+    due = math.inf
+
+    def take(self) -> None:
+        """Not called: no step is due."""
+
+    def end(self) -> None:
+        """Nothing to remove."""
+
+
+class Snapshots:
+    """Takes snapshots of a fit at the ends of optimizer steps.
+
+    Args:
+        run: the fit.
+        folder: the directory of its snapshots, the same for all ranks.
+        every: the number of optimizer steps between two, or ``"auto"`` for at most 2 % of the time.
+        kept: the snapshot from which the fit was resumed, which is replaced last; None if there is none.
+    """
+
+    def __init__(self, run: Run, folder: Path, every: int | str, kept: Path | None) -> None:
+        self._run = run
+        self._folder = folder
+        self._every = every
+        self._turn = 1 if kept is not None and kept.name == _NAMES[0] else 0
+        self._interval = 1 if isinstance(every, str) else every
+        self.due: float = run.progress.global_step + self._interval
+        """The optimizer step after which the next one is taken."""
+        self._counts_threads = run.device_type == "cpu"
+        self._seconds = self._thread_seconds = 0.0
+        """The time that the newest snapshot took in the training thread, and in the thread that writes."""
+        self._last = run.progress.global_step, time.perf_counter()
+
+    def take(self) -> None:
+        """Take a snapshot, which a thread writes. Collective.
+
+        It is taken after a later step if the state is incomplete, or with ``"auto"`` while a save is in progress, which
+        it would wait for.
+        """
+        run, began = self._run, time.perf_counter()
+        is_auto = self._every == AUTO
+        if run.in_window or (is_auto and run.saver.is_pending):
+            return
+        # The failure of the one before may end them.
+        run.saver.finish()
+        if math.isinf(self.due):
+            return
+        step = run.progress.global_step
+        if is_auto:
+            self._interval = run.world.broadcast_object(self._found_interval(step, began))
+        self.due = step + self._interval
+        path = self._folder / _NAMES[self._turn]
+        self._turn = 1 - self._turn
+        request = SaveRequest(path, asynchronous=True, optional=True, prune=self._written, on_done=self._done)
+        request.make_room = partial(shutil.rmtree, path, ignore_errors=True)
+        run.saver.save(request)
+        ended = time.perf_counter()
+        self._seconds, self._last = ended - began, (step, ended)
+
+    def _found_interval(self, step: int, now: float) -> int:
+        """Return the steps after which the cost of the newest snapshot is at most its share of the time."""
+        before, then = self._last
+        seconds = (now - then) / max(1, step - before)
+        # On a CPU the thread takes its time from training.
+        cost = self._seconds + (self._thread_seconds if self._counts_threads else 0.0)
+        return min(max(1, math.ceil(cost / (_SHARE * seconds))), _GROWTH * self._interval)
+
+    def _written(self, deletion: BackgroundDeletion) -> list[str]:
+        # The thread has written this snapshot and nothing else.
+        self._thread_seconds = time.thread_time()
+        return []
+
+    def _done(self, error: PhalanxError | None) -> None:
+        if error is not None:
+            self.due = math.inf
+            self._run.note(f"No more snapshots are taken, and restarts begin from checkpoints: {error}")
+
+    def end(self) -> None:
+        """Remove the snapshots of a fit that has ended well. Not collective."""
+        if self._run.world.is_global_zero:
+            shutil.rmtree(self._folder, ignore_errors=True)
