@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +54,15 @@ from .state_slots import (
 
 if TYPE_CHECKING:
     from .sharded import Gathering
-    from .stages import SplitGradients
 
 _VERSION = operator.attrgetter("_version")
+
+
+class OrderedReduction(Protocol):
+    """Reduces gradients in an order that the first reduction determines."""
+
+    def learned_order(self) -> list[Tensor]: ...
+    def learn_order(self, parameters: Sequence[Tensor]) -> None: ...
 
 
 class PartitionedState(CanonicalState):
@@ -80,7 +86,7 @@ class EngineState(PartitionedState):
         self.world = world
         self.gathering: Gathering | None = None
         """Gathers parameters of stage 3 for user code."""
-        self.reduction: SplitGradients | None = None
+        self.reduction: OrderedReduction | None = None
         """Reduces the gradients of stages 1 and 2."""
         self.lent: LentState | None = None
         """The state of the user's optimizer."""
