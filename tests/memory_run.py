@@ -1,9 +1,16 @@
-"""One fit of ``memory_trials.py``, as its ranks run it."""
+"""One fit of ``memory_trials.py``, as its ranks run it.
+
+As a script, ``memory_run.py ROOT SEED STRATEGY SIZE``, it writes the result of rank 0 to ``ROOT/result.json``.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +52,25 @@ class _Curve(Callback):
 
     monitors = True
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = [*state_dict["values"]]
+
+
+class _OnceInAll(Exhausted):
+    """Runs out of memory in one update of all attempts, however often its ranks are started."""
+
+    def __init__(self, root: Path, trial: Trial, rank: int) -> None:
+        self.told = root / "raised"
+        passes = trial.place != "update" or not self.told.exists()
+        super().__init__(trial.place, rank if passes else -1, trial.largest, trial.at, layer=trial.layer)
+
+    def raise_error(self, *_: Any) -> None:
+        self.told.touch()
+        super().raise_error()
+
 
 def drawn(seed: int, strategy: str) -> Trial:
     """Return the trial of a seed under a strategy."""
@@ -65,12 +91,18 @@ def drawn(seed: int, strategy: str) -> Trial:
     )
 
 
-def fitted(trial: Trial, micro: int | str) -> tuple[list[float], torch.Tensor, int, int]:
-    """Return the losses of the epochs, the weights, the optimizer steps and the errors raised on this rank."""
+def fitted(trial: Trial, micro: int | str, root: Path | None = None) -> tuple[list[float], torch.Tensor, int, int]:
+    """Return the losses of the epochs, the weights, the optimizer steps and the errors raised on this rank.
+
+    With ``root``, a folder for records, the ranks may be started again.
+    """
     torch.manual_seed(trial.seed)
     raises = micro == "auto"
     rank = trial.rank if raises else -1
-    module = Exhausted(trial.place, rank, trial.largest, trial.at, layer=trial.layer)
+    if root is not None:
+        module: Exhausted = _OnceInAll(root, trial, rank)
+    else:
+        module = Exhausted(trial.place, rank, trial.largest, trial.at, layer=trial.layer)
     curve = _Curve()
     trainer = silent_trainer(
         max_epochs=2,
@@ -83,3 +115,16 @@ def fitted(trial: Trial, micro: int | str) -> tuple[list[float], torch.Tensor, i
     )
     trainer.fit(module, DataLoader(regression_data(64), batch_size=4, shuffle=True))
     return curve.values, weights_of(module), trainer.global_step, module.raised
+
+
+def main() -> None:
+    """Run one fit as a script, whose ranks are started again."""
+    root, micro = Path(sys.argv[1]), sys.argv[4]
+    trial = drawn(int(sys.argv[2]), sys.argv[3])
+    losses, weights, steps, _ = fitted(trial, micro if micro == "auto" else int(micro), root)
+    if os.environ["RANK"] == "0":
+        (root / "result.json").write_text(json.dumps([losses, weights.tolist(), steps]))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,23 +12,30 @@ hang.
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 import time
 from collections import Counter
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 from memory_run import Trial, drawn, fitted
-from ranks import close_pools, run_on_ranks
+from ranks import close_pools, run_on_ranks, run_script
 
 SECONDS = 60.0
-STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2")
+SCRIPT = Path(__file__).with_name("memory_run.py")
+STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+RESTARTED = ("zero3",)
+"""Strategies whose ranks are started again with smaller micro-batches."""
 
 
 def problem_of(trial: Trial) -> tuple[str, int]:
     """Run a trial; return what went wrong, or nothing, and how often memory was short."""
+    run = _scripted if trial.strategy in RESTARTED else _on_ranks
     try:
-        found = run_on_ranks(trial.ranks, fitted, trial, "auto", timeout=SECONDS)
-        expected = run_on_ranks(trial.ranks, fitted, trial, trial.largest, timeout=SECONDS)
+        found, expected = run(trial, "auto"), run(trial, trial.largest)
     except AssertionError as error:
         return f"{trial!r}\n{error}", 0
     raised = sum(each[3] for each in found)
@@ -39,6 +46,18 @@ def problem_of(trial: Trial) -> tuple[str, int]:
         if steps != their_steps or not torch.allclose(weights, their_weights, rtol=1e-4, atol=1e-6):
             return f"{trial!r}\nthe weights differ, or the steps: {steps} and {their_steps}", raised
     return "", raised
+
+
+def _on_ranks(trial: Trial, micro: int | str) -> list[Any]:
+    return run_on_ranks(trial.ranks, fitted, trial, micro, timeout=SECONDS)
+
+
+def _scripted(trial: Trial, micro: int | str) -> list[Any]:
+    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
+        done = run_script(SCRIPT, folder, str(trial.seed), trial.strategy, str(micro), timeout=SECONDS)
+        assert done.returncode == 0, done.stdout[-3000:]
+        losses, weights, steps = json.loads((Path(folder) / "result.json").read_text())
+    return [(losses, torch.tensor(weights), steps, done.stdout.count("a rank ran out of memory"))]
 
 
 def main() -> None:

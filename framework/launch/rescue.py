@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from ..checkpoint.listing import furthest, newest_complete
@@ -24,20 +23,22 @@ def keep_target(folder: Path, target: Path) -> None:
     link.symlink_to(target)
 
 
-def rescue(launch_directory: str) -> Path | None:
+def rescue(launch_directory: str) -> str:
     """Write the newest snapshot to its target, unless a checkpoint of the run beside it has as much progress.
 
     Returns:
-        The checkpoint; None if there is no newer snapshot, or if it cannot be written.
+        A sentence about the checkpoint, or about the error if it cannot be written; empty if there is nothing to write.
     """
     folders = sorted(memory_link(launch_directory).glob("fit_*"), reverse=True)
     for link in (folder / _TARGET for folder in folders if (folder / _TARGET).is_symlink()):
         target = Path(os.readlink(link))
-        with suppress(PhalanxError, OSError):
+        try:
             snapshot = newest_complete([link.parent], lambda manifest: None)
             if snapshot is not None and not _is_behind(read_manifest(snapshot), target.parent):
-                return _copied(snapshot, target)
-    return None
+                return f"the newest snapshot in memory was saved as {_copied(snapshot, target)}"
+        except (PhalanxError, OSError) as error:
+            return f"the newest snapshot in memory is lost: {error}"
+    return ""
 
 
 def _is_behind(snapshot: Manifest, folder: Path) -> bool:

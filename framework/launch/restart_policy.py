@@ -28,6 +28,8 @@ class RestartPolicy:
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
         self.done = 0
+        self.attempt = 0
+        """The number of the attempt, from 0: restarts with smaller micro-batches are not limited."""
         self.refusal = ""
         """The reason why the ranks are not restarted although the user has requested restarts."""
         self._step: int | None = None
@@ -52,6 +54,7 @@ class RestartPolicy:
         self._setbacks = 0 if further else self._setbacks + 1
         self._step = step
         self.done += 1
+        self.attempt += 1
         return 0.0 if further else min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** (self._setbacks - 1))
 
 
@@ -106,6 +109,31 @@ def memory_of_next_fit(directory: str) -> Path | None:
     for earlier in range(number):
         shutil.rmtree(memory / f"fit_{earlier}", ignore_errors=True)
     return memory / f"fit_{number}"
+
+
+def record_smaller_micro_batch(directory: str, size: int) -> None:
+    """Record that the present fit of an attempt ran out of memory, and goes on with micro-batches of ``size``."""
+    write_atomically(_micro_batch(directory, len(fits(directory)) - 1), str(size))
+
+
+def smaller_micro_batch(directory: str) -> int | None:
+    """Return the size of micro-batches with which the present fit of an attempt goes on; None if memory sufficed."""
+    return _number(_micro_batch(directory, len(fits(directory)) - 1))
+
+
+def largest_micro_batch(directory: str, attempt: int) -> int | None:
+    """Return the size of micro-batches that the next fit of ``attempt`` may use, by what earlier attempts found."""
+    launch, number = str(Path(directory).parent), len(fits(directory))
+    found = (_number(_micro_batch(attempt_directory(launch, before), number)) for before in range(attempt))
+    return min((size for size in found if size is not None), default=None)
+
+
+def _micro_batch(directory: str, fit: int) -> Path:
+    return Path(directory) / f"fit_{fit}.micro_batch"
+
+
+def _number(path: Path) -> int | None:
+    return int(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def earlier_fit(directory: str, attempt: int) -> FitRecord | None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from ..core.errors import ConfigurationError, PhalanxError
 from ..core.interception import intercept_loop
+from ..core.wording import counted
 from ..report import amend_report, how_to_resume
 from ..system.entry_script import Script, can_rerun_script
 from ..system.environment import hiding_secrets
@@ -27,7 +28,7 @@ from .nodes import Nodes
 from .rank_output import RankOutput
 from .rank_states import RankStates
 from .rescue import rescue
-from .restart_policy import FINAL, RestartPolicy, run_directory
+from .restart_policy import FINAL, RestartPolicy, memory_link, run_directory, smaller_micro_batch
 from .supervisor import Supervisor
 from .verdict import Verdict
 
@@ -93,15 +94,23 @@ def _run_attempts(
     """Run the ranks until they succeed or are not restarted; return the verdict on the last attempt."""
     while True:
         nodes = launcher.nodes
-        if (ended := nodes.meet(restarts.done, num_ranks, supervisor)) is not None:
+        if (ended := nodes.meet(restarts.attempt, num_ranks, supervisor)) is not None:
             return ended
-        with launch_context(directory, num_ranks, restarts.done, nodes.place) as context:
-            verdict = launcher.run_attempt(context, is_last=restarts.done >= restarts.allowed)
+        with launch_context(directory, num_ranks, restarts.attempt, nodes.place) as context:
+            is_last = restarts.done >= restarts.allowed and not memory_link(directory).is_dir()
+            verdict = launcher.run_attempt(context, is_last)
         ends = supervisor.is_shutting_down or nodes.is_lost
+        if not ends and verdict.failed and (size := smaller_micro_batch(context.directory)) is not None:
+            write_error(
+                f"phalanx: a rank ran out of memory at step {verdict.step}: the ranks are started again with "
+                f"micro-batches of {counted(size, 'sample')}, from the newest snapshot or checkpoint if there is one"
+            )
+            restarts.attempt += 1
+            continue
         wait = None if ends else restarts.wait_before_restart(verdict.exit_code, verdict.step)
         if wait is None:
-            if verdict.failed and not supervisor.has_to_leave and (saved := rescue(directory)) is not None:
-                write_error(f"phalanx: the newest snapshot in memory was saved as {saved}")
+            if verdict.failed and not supervisor.has_to_leave and (outcome := rescue(directory)):
+                write_error(f"phalanx: {outcome}")
                 verdict = replace(verdict, advice=_amend_report(verdict, run_directory(context.directory)))
             return verdict
         write_error(

@@ -244,6 +244,15 @@ def check_strategy(strategy: Strategy, name: str = _AUTO, advice: str = _ADVICE)
         )
 
 
+def can_repeat(run: Run) -> bool:
+    """Whether a window of this fit can be repeated."""
+    return run.strategy.recovery is not None and not _layers_communicate(run)
+
+
+def _layers_communicate(run: Run) -> bool:
+    return run.world.size > 1 and any(is_collective(part) for part in run.module.modules())
+
+
 def check_recovery(run: Run) -> None:
     """Refuse ``micro_batch_size="auto"`` where the strategy or a layer communicates in passes.
 
@@ -251,5 +260,5 @@ def check_recovery(run: Run) -> None:
         ConfigurationError: one does.
     """
     check_strategy(run.strategy)
-    if run.world.size > 1 and any(is_collective(part) for part in run.module.modules()):
+    if _layers_communicate(run):
         raise ConfigurationError(f"{_AUTO} with layers that communicate in their passes, {_RULE}: {_ADVICE}.")

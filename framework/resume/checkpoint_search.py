@@ -48,6 +48,8 @@ class Origin:
     """Whether the fit continues in the directory that the checkpoint was saved from."""
     memory: Path | None = None
     """The directory for snapshots that outlive the ranks, if the launch has one."""
+    largest_micro_batch: int | None = None
+    """The size of micro-batches that an earlier attempt of the launch found, as a rank ran out of memory."""
 
     @property
     def is_snapshot(self) -> bool:

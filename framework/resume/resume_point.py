@@ -13,7 +13,7 @@ from ..checkpoint import clean_own, clean_shared
 from ..core.errors import CheckpointError, ConfigurationError, StorageError, did_you_mean
 from ..distributed.collective_errors import on_rank_zero
 from ..distributed.world import World
-from ..launch.restart_policy import FitRecord, earlier_fit, memory_of_next_fit, record_fit
+from ..launch.restart_policy import FitRecord, earlier_fit, largest_micro_batch, memory_of_next_fit, record_fit
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory
 from .checkpoint_search import Origin, Search, is_interrupted
@@ -65,7 +65,9 @@ def claim_directory(
     """
     notes = error_dir()
     before = None if notes is None or not world.is_global_zero else earlier_fit(notes, attempt())
-    memory = None if notes is None or not world.is_global_zero else memory_of_next_fit(notes)
+    memory, largest = None, None
+    if notes is not None and world.is_global_zero:
+        memory, largest = memory_of_next_fit(notes), largest_micro_batch(notes, attempt())
     search = Search(directory.root, directory.name, callbacks, note)
 
     def find() -> Origin:
@@ -89,7 +91,8 @@ def claim_directory(
             path = str(directory.path) if writes else ""
             with contextlib.suppress(OSError):
                 record_fit(notes, FitRecord(directory.version, path, directory.identity))
-        return replace(found, version=directory.version, identity=directory.identity, memory=memory)
+        place = replace(found, version=directory.version, identity=directory.identity)
+        return replace(place, memory=memory, largest_micro_batch=largest)
 
     origin = on_rank_zero(world, claim)
     directory.adopt(origin.version, True, origin.identity)

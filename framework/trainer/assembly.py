@@ -38,6 +38,7 @@ from .device_hints import device_hints
 from .loop_assembly import build_loop, build_step, check_limits, evaluation_plan, routed_code, snapshots_of
 from .model_placement import load_pretrained, place_model
 from .plugins import merged_callbacks
+from .script_ranks import restarts_exhausted
 
 if TYPE_CHECKING:
     from ..api.callback import Callback
@@ -83,7 +84,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     restore_data_module(run, checkpoint)
     run.accumulation = session.accumulation
     data = _data(session, run, request)
-    loop = build_loop(session, run, data, request, checkpoint)
+    loop = build_loop(session, run, data, request, checkpoint, resume_point.largest_micro_batch)
     session.loop = loop
     run.saver.follow(loop.windows)
     pretrained = place_model(session, run, request, training=True, checkpoint=checkpoint)
@@ -98,7 +99,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
         check_limits(loop, checkpoint)
         restore_groups_and_freezing(run, resumption)
     run.heartbeat.mark_sync_point()
-    _distribute(run, pretrained, training=True, routed=routed_code(run, loop.windows))
+    _distribute(run, pretrained, training=True, routed=routed_code(run, loop.windows, restarts_exhausted(session)))
     run.saver.keep_base()
     transfer = batch_transfer(run.world.device, run.precision, module, request.datamodule, run.strategy.part)
     _attach_step(run, loop, data, settings, transfer)

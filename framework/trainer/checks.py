@@ -18,6 +18,7 @@ from ..parallel.strategy_checks import check_algorithm, check_placed
 from ..run.overrides import is_overridden, with_arity
 from .data_sources import check_given
 from .hook_names import check_data_module_names, check_module_names
+from .script_ranks import finds_by_restarts
 from .sequence_checks import check_sequences
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def check_fit(
         check_algorithm(resources.strategy, algorithm)
     if settings.global_batch is not None:
         settings.global_batch.check_ranks(resources.data_size)
-        if settings.global_batch.is_found:
+        if settings.global_batch.is_found and not finds_by_restarts(settings, resources):
             check_strategy(resources.strategy)
     check_given(
         "train", given, module, datamodule, resources.data_size, shard, True, global_batch=settings.global_batch

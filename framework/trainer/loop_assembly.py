@@ -17,7 +17,7 @@ from ..loop.evaluation_loop import EvaluationPlan
 from ..loop.fit_loop import FitLoop
 from ..loop.fit_plan import FitPlan
 from ..loop.joint_step import JointStep
-from ..loop.recovering_step import RecoveringStep, check_recovery
+from ..loop.recovering_step import RecoveringStep, can_repeat, check_recovery
 from ..memory.available_memory import disk_free, host_memory
 from ..parallel.strategy import Routed
 from ..resume.preempted_save import RESCUED, own_path
@@ -37,8 +37,24 @@ if TYPE_CHECKING:
     from .session import Session, StageRequest
 
 
-def build_loop(session: Session, run: Run, data: Data, request: StageRequest, checkpoint: Checkpoint | None) -> FitLoop:
-    """Build the loop of a fit, at the position of the checkpoint if the fit resumes within an epoch. Collective."""
+def build_loop(
+    session: Session,
+    run: Run,
+    data: Data,
+    request: StageRequest,
+    checkpoint: Checkpoint | None,
+    largest: int | None = None,
+) -> FitLoop:
+    """Build the loop of a fit, at the position of the checkpoint if the fit resumes within an epoch. Collective.
+
+    Args:
+        session: the state of the Trainer.
+        run: the fit.
+        data: its data.
+        request: the arguments of ``fit``.
+        checkpoint: the checkpoint that the fit resumes from, if any.
+        largest: the largest micro-batches that fit into memory, if the fit finds their size and this is known.
+    """
     settings = session.settings
     position = _position(checkpoint)
     if checkpoint is not None:
@@ -53,7 +69,8 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
     windows = _windows(settings.global_batch)(source, run.accumulation, run.progress, full, run.world.size)
     if isinstance(windows, RepeatableWindows):
         size = None if checkpoint is None else checkpoint.document.get("micro_batch_size")
-        windows.start_with(size or session.first_micro_batch or windows.micro_batch_size)
+        first = size or session.first_micro_batch or windows.micro_batch_size
+        windows.start_with(first if largest is None else min(first, largest))
     validation = None
     # Where validation is switched off its loaders are not requested, since their data may be missing.
     is_on = settings.limits["validate"] != 0
@@ -174,15 +191,22 @@ def check_limits(loop: FitLoop, checkpoint: Checkpoint) -> None:
             )
 
 
-def routed_code(run: Run, windows: Windows) -> Routed:
+def routed_code(run: Run, windows: Windows, restarts: bool) -> Routed:
     """Return the code inside the functions that the strategy routes in a fit.
+
+    Args:
+        run: the fit.
+        windows: its windows.
+        restarts: whether ranks are started again with smaller micro-batches when one of them runs out of memory.
 
     Raises:
         ConfigurationError: windows are to be repeated when a rank runs out of memory, and cannot be.
     """
     if isinstance(windows, RepeatableWindows):
-        check_recovery(run)
-        return Routed.REPEATED
+        if can_repeat(run):
+            return Routed.REPEATED
+        if not restarts:
+            check_recovery(run)
     return Routed.LOSS if run.module.automatic_optimization else Routed.STEP
 
 
@@ -193,7 +217,7 @@ def build_step(
     nonfinite, clipping = settings.given.nonfinite, settings.clipping
     if not run.module.automatic_optimization:
         return ManualStep(run, transfer, nonfinite)
-    if isinstance(windows, RepeatableWindows):
+    if isinstance(windows, RepeatableWindows) and can_repeat(run):
         return RecoveringStep(run, transfer, nonfinite, clipping, windows)
     if run.strategy.window_passes is not None:
         return JointStep(run, transfer, nonfinite, clipping, run.strategy.window_passes)

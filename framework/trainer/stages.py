@@ -34,6 +34,7 @@ from .profiled_stage import profiled_fit
 from .run_documents import configuration, outcome
 from .run_record import start_recording
 from .run_report import box, end_lines, next_lines, start_lines
+from .script_ranks import note_exhausted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -80,6 +81,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
         except BaseException as error:
             session.heartbeat.enter("teardown")
             session.finish("interrupted")
+            note_exhausted(session, error)
             add_hints(error, stage, session.run, place.launcher is None)
             own_records().record_pending_error(place.rank, error, hiding_secrets())
             _fail(session, stage, error, is_alone=place.launcher is None)
