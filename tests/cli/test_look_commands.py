@@ -57,7 +57,7 @@ if __name__ == "__main__":
     trainer = Trainer(
         strategy="ddp" if int(ranks) > 1 else "auto", devices=int(ranks), accelerator="cpu", default_root_dir=root,
         max_epochs=2000 if what == "train" else 2, log_every_n_steps=1, logger="csv", enable_progress_bar=False,
-        enable_model_summary=False, max_restarts=int(restarts), val_check_interval=2,
+        enable_model_summary=False, max_restarts=int(restarts), snapshots=False, val_check_interval=2,
         callbacks=[ModelCheckpoint(monitor="val/loss", every_n_train_steps=4, save_top_k=-1)],
     )
     trainer.fit(Model(float(lr)), data, data, ckpt_path="auto" if what == "preempt" else None)
