@@ -12,7 +12,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from phalanx.framework.launch.fork_server_main import NAME
+from phalanx.framework.system.launcher_env import ATTEMPT, ERROR_DIR
 
 MARK = "PHALANX_KILL_TRIAL"
 # A loaded machine may take its time; on a quiet one all goes at once.
@@ -21,6 +24,25 @@ GONE_SECONDS = 8.0
 
 class Killed(Exception):
     """A run that did what it must not do."""
+
+
+class Attempts:
+    """The environment of one rank of a launch in this process, attempt by attempt."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch, self.number = folder, patch, -1
+        for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+            patch.setenv(name, "0")
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+            patch.setenv(name, "1")
+
+    def begin(self) -> None:
+        """Begin the next attempt."""
+        self.number += 1
+        directory = self.folder / f"attempt_{self.number}"
+        directory.mkdir(parents=True)
+        self.patch.setenv(ERROR_DIR, str(directory))
+        self.patch.setenv(ATTEMPT, str(self.number))
 
 
 class Launch:

@@ -75,7 +75,7 @@ def undisturbed(root: Path, arguments: list[str]) -> dict[str, Any]:
 
 
 def disturbed(root: Path, arguments: list[str], kills: int, deletes: bool, choice: random.Random, tally: Tally) -> None:
-    """Kill ranks of a run, and note how it goes on.
+    """Kill ranks of a run, and add the steps computed again and the seconds until the next step to ``tally``.
 
     Raises:
         Killed: it does not end well.

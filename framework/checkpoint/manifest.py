@@ -297,3 +297,8 @@ def _check_files(manifest: Manifest) -> None:
             position = end
         if position != file.size:
             raise ValueError(f"file {name!r} has {file.size:,} bytes where its parts end at {position:,}")
+
+
+def run_of(manifest: Manifest) -> object:
+    """Return the identity of the run that saved a checkpoint; None if the checkpoint does not record it."""
+    return manifest.document.get("run") if isinstance(manifest.document, dict) else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from ..checkpoint.listing import furthest, newest_complete
-from ..checkpoint.manifest import Manifest
+from ..checkpoint.manifest import Manifest, run_of
 from ..checkpoint.manifest_file import read_manifest
 from ..checkpoint.retention import link_files
 from ..core.errors import PhalanxError
@@ -43,14 +44,10 @@ def rescue(launch_directory: str) -> str:
 
 def _is_behind(snapshot: Manifest, folder: Path) -> bool:
     def refused(manifest: Manifest) -> str | None:
-        return None if _run_of(manifest) == _run_of(snapshot) else "another run saved it."
+        return None if run_of(manifest) == run_of(snapshot) else "another run saved it."
 
     saved = newest_complete([folder], refused)
     return saved is not None and furthest(read_manifest(saved))[:2] >= furthest(snapshot)[:2]
-
-
-def _run_of(manifest: Manifest) -> object:
-    return manifest.document.get("run") if isinstance(manifest.document, dict) else None
 
 
 def _copied(snapshot: Path, target: Path) -> Path:
@@ -58,6 +55,9 @@ def _copied(snapshot: Path, target: Path) -> Path:
     try:
         link_files(snapshot, hidden.path)
         replace_directory(hidden.path, target)
+    except BaseException:
+        shutil.rmtree(hidden.path, ignore_errors=True)
+        raise
     finally:
         hidden.release()
     return target

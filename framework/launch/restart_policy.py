@@ -97,27 +97,32 @@ def memory_link(launch_directory: str) -> Path:
     return Path(launch_directory) / "memory"
 
 
+def memory_of(directory: str) -> Path | None:
+    """Return the directory in memory that an attempt shares with the others of its launch; None if there is none."""
+    link = memory_link(str(Path(directory).parent))
+    return link.resolve() if link.is_dir() else None
+
+
 def memory_of_next_fit(directory: str) -> Path | None:
     """Return the directory in memory for the next fit of an attempt, the same in every attempt; None if there is none.
 
     Removes those of the attempt's earlier fits: they have ended, or the program has caught their errors.
     """
-    link, number = memory_link(str(Path(directory).parent)), len(fits(directory))
-    if not link.is_dir():
+    memory, number = memory_of(directory), len(fits(directory))
+    if memory is None:
         return None
-    memory = link.resolve()
     for earlier in range(number):
         shutil.rmtree(memory / f"fit_{earlier}", ignore_errors=True)
     return memory / f"fit_{number}"
 
 
 def record_smaller_micro_batch(directory: str, size: int) -> None:
-    """Record that the present fit of an attempt ran out of memory, and goes on with micro-batches of ``size``."""
+    """Record that the current fit of an attempt ran out of memory, and the size of the next micro-batches."""
     write_atomically(_micro_batch(directory, len(fits(directory)) - 1), str(size))
 
 
 def smaller_micro_batch(directory: str) -> int | None:
-    """Return the size of micro-batches with which the present fit of an attempt goes on; None if memory sufficed."""
+    """Return the size that ``record_smaller_micro_batch`` has recorded for the current fit; None if there is none."""
     return _number(_micro_batch(directory, len(fits(directory)) - 1))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..api.callback import saved_by
 from ..checkpoint import furthest, kind_of, newest_complete, newest_good, read_manifest
-from ..checkpoint.manifest import Manifest
+from ..checkpoint.manifest import Manifest, run_of
 from ..core.errors import CheckpointError
 from ..launch.restart_policy import FitRecord
 from ..report import best_checkpoint
@@ -161,7 +161,7 @@ class Search:
         It is ``own`` itself unless the run has saved after it, such as after an error.
         """
         manifest = read_manifest(own)
-        of_run = only_of(_run_of(manifest), refuse)
+        of_run = only_of(run_of(manifest), refuse)
 
         def refused(other: Manifest) -> str | None:
             return "it is older." if furthest(other) < furthest(manifest) else of_run(other)
@@ -205,16 +205,11 @@ def newest_of_run(directory: RunDirectory, callbacks: Sequence[CallbackContract]
     return newest_complete(folders, only_of(directory.identity, not_resumable), Path(own) if own else None)
 
 
-def _run_of(manifest: Manifest) -> object:
-    """Return the identity of the run that saved a checkpoint; None if the checkpoint does not record it."""
-    return manifest.document.get("run") if isinstance(manifest.document, dict) else None
-
-
 def only_of(identity: object, refuse: Refuse | None) -> Refuse:
     """Return a check that also refuses checkpoints that the run with this identity has not saved."""
 
     def refused(manifest: Manifest) -> str | None:
-        if identity is None or _run_of(manifest) != identity:
+        if identity is None or run_of(manifest) != identity:
             return "another run saved it."
         return refuse(manifest) if refuse is not None else None
 
@@ -225,7 +220,7 @@ def _passing_over_others(identity: str | None, refuse: Refuse | None) -> Refuse:
     """Return a check that also refuses checkpoints of other runs, as far as they can be recognized."""
 
     def refused(manifest: Manifest) -> str | None:
-        theirs = _run_of(manifest)
+        theirs = run_of(manifest)
         if None not in (theirs, identity) and theirs != identity:
             return "another run saved it; give each run a dirpath of its own, or this path as ckpt_path."
         return refuse(manifest) if refuse is not None else None

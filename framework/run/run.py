@@ -39,7 +39,7 @@ Hook = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run was resumed from."""
+    """The checkpoint or snapshot from which a run was resumed."""
 
     checkpoint: Path
     batches: int
@@ -107,7 +107,7 @@ class Run(LearningRates):
         self.preempted_by: tuple[int, str] | None = None
         """The rank that received a preemption signal, and the signal's name."""
         self.resumed: Resumed | None = None
-        """What this run was resumed from."""
+        """The checkpoint or snapshot from which this run was resumed; None if it was not."""
         self.manual_backward: Callable[..., None] = _no_loop
         # Functions that are called when the run has ended, also after an error, such as those that revert layers.
         self.at_end = ExitStack()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data.repeatable_windows import RepeatableWindows
 from ..diagnostics.out_of_memory import is_out_of_memory
 from ..launch import launch_script
-from ..launch.restart_policy import memory_link, record_smaller_micro_batch
+from ..launch.restart_policy import memory_of, record_smaller_micro_batch
 from ..system.entry_script import can_rerun_script
 from ..system.environment import error_dir
 
@@ -37,9 +36,9 @@ def start_script_ranks(session: Session, writes: bool) -> None:
 
 
 def finds_by_restarts(settings: Settings, resources: Resources) -> bool:
-    """Whether ranks are started again with smaller micro-batches when one of them runs out of memory.
+    """Whether a fit with ``micro_batch_size="auto"`` restarts its ranks when one of them runs out of memory.
 
-    So do fits that find the size under a strategy that cannot repeat a window in smaller micro-batches.
+    It does under a strategy that cannot repeat a window, in a script whose ranks phalanx starts on one node.
     """
     found, place = settings.global_batch, resources.place
     is_needed = found is not None and found.is_found and resources.strategy.recovery is None
@@ -51,12 +50,11 @@ def finds_by_restarts(settings: Settings, resources: Resources) -> bool:
 def restarts_exhausted(session: Session) -> bool:
     """Whether the launcher of this rank starts it again with smaller micro-batches if memory is short."""
     records = error_dir()
-    has_memory = records is not None and memory_link(str(Path(records).parent)).is_dir()
-    return has_memory and session.settings.given.snapshots is not False
+    return records is not None and memory_of(records) is not None and session.settings.given.snapshots is not False
 
 
 def note_exhausted(session: Session, error: BaseException) -> None:
-    """Record that this rank has run out of memory in a fit that goes on with smaller micro-batches. Not collective."""
+    """If this rank ran out of memory, record smaller micro-batches for the next attempt. Not collective."""
     loop, records = session.loop, error_dir()
     if records is None or loop is None or not is_out_of_memory(error) or not restarts_exhausted(session):
         return

@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from launches import Attempts
 from ranks import TESTS, run_on_ranks, run_script
 from restart_run import train
 from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.launch.restart_policy import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, RestartPolicy
-from phalanx.framework.system.launcher_env import ATTEMPT, ERROR_DIR
 
 SCRIPT = TESTS / "restart_run.py"
 
@@ -99,27 +99,9 @@ def test_restarts_are_limited_and_end_with_a_start_that_fails_twice() -> None:
     assert RestartPolicy(0).wait_before_restart(1, 3) is None
 
 
-class Ranks:
-    """The environment of one rank of a launch, attempt by attempt."""
-
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.folder, self.patch, self.number = folder, patch, -1
-        for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
-            patch.setenv(name, "0")
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
-            patch.setenv(name, "1")
-
-    def begin(self) -> None:
-        self.number += 1
-        directory = self.folder / f"attempt_{self.number}"
-        directory.mkdir(parents=True)
-        self.patch.setenv(ERROR_DIR, str(directory))
-        self.patch.setenv(ATTEMPT, str(self.number))
-
-
 @pytest.fixture
-def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    return Ranks(tmp_path / "launch", monkeypatch)
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    return Attempts(tmp_path / "launch", monkeypatch)
 
 
 def fit(root: Path, steps: int, given: str | None = None, saver: ModelCheckpoint | None = None) -> tuple[int, int, str]:
@@ -143,7 +125,7 @@ def fit(root: Path, steps: int, given: str | None = None, saver: ModelCheckpoint
     return len(computed), trainer.directory.version, origin[0]
 
 
-def test_each_fit_of_a_script_continues_the_same_fit_of_the_last_attempt(tmp_path: Path, ranks: Ranks) -> None:
+def test_each_fit_of_a_script_continues_the_same_fit_of_the_last_attempt(tmp_path: Path, ranks: Attempts) -> None:
     """And not in the newest directory, which belongs to the script's other fit, nor in that of an older run."""
     fit(tmp_path, 4)
     ranks.begin()
@@ -159,7 +141,7 @@ def test_each_fit_of_a_script_continues_the_same_fit_of_the_last_attempt(tmp_pat
     assert fit(tmp_path, 4)[:2] == (0, 1)
 
 
-def test_a_checkpoint_that_was_being_replaced_is_restored(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_checkpoint_that_was_being_replaced_is_restored(tmp_path: Path, ranks: Attempts) -> None:
     ranks.begin()
     fit(tmp_path, 2, saver=ModelCheckpoint(save_top_k=0, save_last=True, every_n_train_steps=1))
     (last,) = (tmp_path / "phalanx_logs" / "version_0").rglob("last.ckpt")
@@ -168,7 +150,7 @@ def test_a_checkpoint_that_was_being_replaced_is_restored(tmp_path: Path, ranks:
     assert fit(tmp_path, 3) == (1, 0, str(last))
 
 
-def test_ckpt_path_holds_until_a_checkpoint_was_saved(tmp_path: Path, ranks: Ranks) -> None:
+def test_ckpt_path_holds_until_a_checkpoint_was_saved(tmp_path: Path, ranks: Attempts) -> None:
     fit(tmp_path, 2)
     (first,) = (tmp_path / "phalanx_logs" / "version_0").rglob("last.ckpt")
     ranks.begin()
@@ -180,7 +162,7 @@ def test_ckpt_path_holds_until_a_checkpoint_was_saved(tmp_path: Path, ranks: Ran
     assert version == 1
 
 
-def test_in_a_folder_of_many_runs_only_own_checkpoints_are_resumed_from(tmp_path: Path, ranks: Ranks) -> None:
+def test_in_a_folder_of_many_runs_only_own_checkpoints_are_resumed_from(tmp_path: Path, ranks: Attempts) -> None:
     def saver(step: int) -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path / "kept", filename="{step}", every_n_train_steps=step, save_top_k=-1)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from launches import Attempts
 from recovery_trials import Tally, run_trials
 from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.errors import ConfigurationError
 from phalanx.framework.core.errors import Preempted
-from phalanx.framework.system.launcher_env import ATTEMPT, ERROR_DIR
 from phalanx.framework.trainer import loop_assembly
 
 NEWEST, OLDER = "memory-1.ckpt", "memory-0.ckpt"
@@ -25,25 +25,13 @@ class Failed(Exception):
     """The failure of a rank."""
 
 
-class Launch:
-    """A launch of one rank in this process, attempt by attempt, with memory that its attempts share."""
+class Launch(Attempts):
+    """A launch of one rank in this process, with memory that its attempts share."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.root, self._folder, self._patch, self._attempt = folder, folder / "launch", patch, -1
-        self.memory = self._folder / "memory"
+        super().__init__(folder / "launch", patch)
+        self.root, self.memory = folder, self.folder / "memory"
         self.memory.mkdir(parents=True)
-        for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
-            patch.setenv(name, "0")
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
-            patch.setenv(name, "1")
-
-    def begin(self) -> None:
-        """Begin the next attempt."""
-        self._attempt += 1
-        directory = self._folder / f"attempt_{self._attempt}"
-        directory.mkdir()
-        self._patch.setenv(ERROR_DIR, str(directory))
-        self._patch.setenv(ATTEMPT, str(self._attempt))
 
     def fit(self, module: Model, *callbacks: Any, every: Any = 1, **settings: Any) -> Any:
         """Fit for 6 steps; return the Trainer."""
