@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cache
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 # torch sums fewer elements than 32,768 on one thread. Threads that wait for each other on busy cores, while ranks and
 # loaders run, were ten times slower.
 _SERIAL_ELEMENTS = 32_767
+_requires_grad = attrgetter("requires_grad")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -41,10 +43,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
     """
     if not tensors:
         return True
-    for tensor in tensors:
-        if tensor.requires_grad:
-            break
-    else:
+    if True not in map(_requires_grad, tensors):
         found, one = _found_and_one(tensors[0].device)
         try:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)

@@ -29,11 +29,14 @@ def shares(
             begin, end = part_of(len(chunk), rank, size)
             yield len(chunk), begin, chunk[begin:end]
         return
-    whole = part_of(span, rank, size)
-    for first in range(start, len(items), span):
-        count = min(span, len(items) - first)
-        begin, end = whole if count == span else part_of(count, rank, size)
-        yield count, begin, items[first + begin : first + end]
+    begin, end = part_of(span, rank, size)
+    rest = max(len(items) - start, 0) % span
+    last = len(items) - rest
+    for first in range(start, last, span):
+        yield span, begin, items[first + begin : first + end]
+    if rest:
+        begin, end = part_of(rest, rank, size)
+        yield rest, begin, items[last + begin : last + end]
 
 
 def _every(
@@ -155,13 +158,14 @@ class TrainingSampler(IndexSampler):
 
     def _batches(self, items: Sequence[Any] | LazyItems, start: int, epoch: int) -> Iterator[Any]:
         span = self.span
+        packs = self._seeded or self.whole
         for count, begin, own in shares(items, start, span, self.rank, self.size):
             if self.drop_last and count < span:
                 return
             if not len(own):
                 self.left_out = True
                 return
-            yield self._pack(own, start + begin, epoch)
+            yield self._pack(own, start + begin, epoch) if packs else list(own)
             start += span
 
 

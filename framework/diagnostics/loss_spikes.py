@@ -94,14 +94,14 @@ _POSITIONS = 4096
 class LossSpikes:
     """Checks the losses of one rank in order; a check costs a fraction of a microsecond."""
 
-    __slots__ = ("_before", "_notes", "_resting", "deviation", "mean", "seen")
+    __slots__ = ("_before", "_notes", "_rests_until", "deviation", "mean", "seen")
 
     def __init__(self) -> None:
         self.mean = 0.0
         self.deviation = 0.0
         self.seen = 0
         self._notes = 0
-        self._resting = 0
+        self._rests_until = 0
         # The loss of the previous epoch by the batch's position in the epoch.
         self._before = array("d", [math.nan]) * _POSITIONS
 
@@ -118,30 +118,29 @@ class LossSpikes:
             loss: a finite loss.
             position: the index of its batch in the epoch.
         """
-        distance = loss - self.mean
+        mean, deviation = self.mean, self.deviation
+        distance = loss - mean
         off = abs(distance)
-        before = math.nan
-        if position < _POSITIONS:
-            before = self._before[position]
-            self._before[position] = loss
+        limit = _CLIPPED * deviation
         self.seen = seen = self.seen + 1
+        is_news = False
         if seen <= _EVEN_MEAN:
-            self.mean += distance / seen
-            self.deviation += (off - self.deviation) / seen if seen > 1 else 0.0
-            return False
-        self._resting -= 1
-        limit = _CLIPPED * self.deviation
-        if off <= limit:
-            self.mean += _RATE * distance
-            self.deviation += _RATE * (off - self.deviation)
-            return False
-        is_far = distance > _DEVIATIONS * self.deviation and distance > _LEAST_SHARE * abs(self.mean)
-        if is_far:
+            self.mean = mean + distance / seen
+            if seen > 1:
+                self.deviation = deviation + (off - deviation) / seen
+        elif off <= limit:
+            self.mean = mean + _RATE * distance
+            self.deviation = deviation + _RATE * (off - deviation)
+        else:
             # Compared with the mean and the deviation before they include this loss.
-            is_far = self._is_news(distance, loss - before)
-        self.mean += _RATE * (limit if distance > 0 else -limit)
-        self.deviation += _RATE * (limit - self.deviation)
-        return is_far
+            if distance > _DEVIATIONS * deviation and distance > _LEAST_SHARE * abs(mean):
+                before = self._before[position] if position < _POSITIONS else math.nan
+                is_news = self._is_news(distance, loss - before)
+            self.mean = mean + _RATE * (limit if distance > 0 else -limit)
+            self.deviation = deviation + _RATE * (limit - deviation)
+        if position < _POSITIONS:
+            self._before[position] = loss
+        return is_news
 
     def _is_news(self, distance: float, rise: float) -> bool:
         """Whether to report an outlier, given its distance from the mean and its rise over the previous epoch."""
@@ -149,8 +148,8 @@ class LossSpikes:
         # previous epoch.
         if rise <= 0.5 * distance:
             return False
-        rests = self._resting > 0
-        self._resting = REST << self._notes
+        rests = self.seen < self._rests_until
+        self._rests_until = self.seen + (REST << self._notes)
         if rests or self.seen <= WARM_UP or self._notes == MAX_NOTES:
             return False
         self._notes += 1

@@ -158,16 +158,17 @@ class FitLoop:
 
     def _batches(self) -> bool:
         """Train on the epoch's batches; return whether all of them were used."""
-        run, log = self.run, self.run.train_log
+        run, log, progress = self.run, self.run.train_log, self.run.progress
         log.in_step = True
-        if run.progress.batch_in_epoch:
+        if progress.batch_in_epoch:
             # The checkpoint may have been saved between the optimizer step and the logging or validation that was due
             # after it, so a resumed run does these first.
-            self._publish_if_due()
+            if progress.global_step % self.plan.log_every_n_steps == 0 and progress.global_step != progress.published:
+                run.metrics.publish_step(progress)
             if self.validation.in_epochs:
                 self.validation.run_if_due()
         try:
-            return run.progress.epoch_cut or self._steps()
+            return progress.epoch_cut or self._steps()
         finally:
             self.step.flush()
             log.in_step = False
@@ -183,7 +184,7 @@ class FitLoop:
         progress, triggers = run.progress, run.triggers
         begin_step = run.heartbeat.step
         one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self.validation.in_epochs
-        clock, end_step = time.perf_counter, run.meter.end_step
+        clock, end_step, publish = time.perf_counter, run.meter.end_step, run.metrics.publish_step
         plateaus, is_first, snapshots = run.has_step_plateaus, True, self.snapshots
         # The end of each step records the next position.
         run.heartbeat.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
@@ -209,7 +210,7 @@ class FitLoop:
                 self._notes.after_first_step()
             # A skipped update does not increase the step count: the values of this count were published already.
             if progress.global_step % log_every == 0 and progress.global_step != progress.published:
-                self._publish_if_due()
+                publish(progress)
             # With several ranks the control reduction of the step has already run the signal handlers.
             if one_rank and (triggers.raised or triggers.fired or triggers.posted):
                 triggers.take()
@@ -225,12 +226,6 @@ class FitLoop:
                 leave_if_preempted(run)
                 break
         return self._at_end()
-
-    def _publish_if_due(self) -> None:
-        progress = self.run.progress
-        if progress.global_step % self.plan.log_every_n_steps == 0 and progress.global_step != progress.published:
-            progress.published = progress.global_step
-            self.run.metrics.publish_step(progress)
 
     def _at_end(self) -> bool:
         end = self.windows.end

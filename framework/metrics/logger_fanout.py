@@ -46,16 +46,20 @@ class LoggerFanout:
         return [writer.logger for writer in self._writers]
 
     def observe(self, function: Callable[[Mapping[str, float], int], None]) -> None:
-        """Pass metrics to a function, too. It runs in the training thread, so it must be quick and never block."""
+        """Pass metrics to a function, too, which may keep them.
+
+        It runs in the training thread, so it must be quick and never block.
+        """
         self._observers.append(function)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics, which must be plain numbers here, at an optimizer step."""
+        metrics = dict(metrics)
         for observe in self._observers:
             observe(metrics, step)
         for writer in self._writers:
             writer.newest_step = step
-        self._send("log_metrics", dict(metrics), step)
+        self._send("log_metrics", metrics, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         self._send("log_hyperparams", dict(params))
@@ -117,11 +121,12 @@ class LoggerFanout:
         self._leave_out_failed()
 
     def _send(self, method: str, *arguments: Any) -> None:
-        failed = False
+        has_news = False
         for writer in self._writers:
-            writer.put(method, *arguments)
-            failed = failed or bool(writer.reports) or writer.error is not None
-        if failed:
+            writer.put(method, arguments)
+            if writer.reports or writer.error is not None:
+                has_news = True
+        if has_news:
             self._leave_out_failed()
 
     def _wait_until(self, deadline: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from threading import Event, Thread
 from typing import Any
 
@@ -34,7 +33,7 @@ class LoggerThread:
         self.lost = 0
         self._failures: dict[str, int] = {}
         """For each method that has raised, how often in a row."""
-        self._calls: deque[tuple[str, Callable[[], Any]]] = deque()
+        self._calls: deque[tuple[str, Callable[..., Any], tuple[Any, ...]]] = deque()
         self._finishing = False
         # Set when another thread waits for this one, which otherwise polls at intervals.
         self._wanted = Event()
@@ -63,11 +62,12 @@ class LoggerThread:
             f"it did not finish in {self.logger.close_seconds:.0f} s, and {self.waiting} calls were dropped"
         )
 
-    def put(self, method: str, *arguments: Any) -> None:
+    def put(self, method: str, arguments: tuple[Any, ...]) -> None:
+        """Have the thread call a method of the logger."""
         if len(self._calls) >= _CAPACITY:
             self.lost += 1
             return
-        self._calls.append((method, partial(getattr(self.logger, method), *arguments)))
+        self._calls.append((method, getattr(self.logger, method), arguments))
         if self._thread is None:
             self._start()
 
@@ -77,7 +77,7 @@ class LoggerThread:
             self.lost += 1
             return
         self._media_put += media.num_bytes
-        self._calls.append(("log_media", partial(self._log_media, media)))
+        self._calls.append(("log_media", self._log_media, (media,)))
         if self._thread is None:
             self._start()
 
@@ -89,12 +89,12 @@ class LoggerThread:
         """Have a sentence printed by the thread that sends calls."""
         self.reports.append(sentence)
 
-    def call(self, method: str, function: Callable[[], Any]) -> None:
+    def call(self, method: str, function: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> None:
         """Make a call in this thread."""
         if self.error is not None:
             return
         try:
-            function()
+            function(*arguments)
         except Exception as error:
             self._failed(method, error)
         else:
@@ -119,11 +119,10 @@ class LoggerThread:
         """Return a dict that is filled with the logger's state once all earlier calls are made; empty if it is too
         slow."""
         state: dict[str, Any] = {}
-        read = partial(_read_state, self.logger, state)
         if self._thread is None:
-            self.call("state_dict", read)
+            self.call("state_dict", _read_state, (self.logger, state))
         elif self._keeps_up:
-            self._calls.append(("state_dict", read))
+            self._calls.append(("state_dict", _read_state, (self.logger, state)))
         return state
 
     def flush(self, seconds: float) -> None:
@@ -131,7 +130,7 @@ class LoggerThread:
         if self._thread is None or not self._keeps_up:
             return
         written = self._written = Event()
-        self._calls += [("save", self.logger.save), ("flush", written.set)]
+        self._calls += [("save", self.logger.save, ()), ("flush", written.set, ())]
         self._wanted.set()
         self._keeps_up = written.wait(seconds)
         self._written = None

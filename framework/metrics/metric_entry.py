@@ -217,23 +217,33 @@ class Scope:
     entries: dict[str, Entry] = field(default_factory=dict)
     latest: list[Any] = field(default_factory=list)
     """The newest value of each entry, or None. Beside the entries, so that ``log`` stores a value without a call."""
+    _readers: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
     def add(self, key: str, entry: Entry) -> Entry:
         """Add an entry without a value, and return it."""
         entry.index = len(self.latest)
         self.entries[key] = entry
         self.latest.append(None)
+        self._readers.clear()
         return entry
 
-    def step_values(self) -> list[tuple[Entry, Any]]:
-        """Return the newest values of the names that are logged per step, each with its entry."""
-        pairs = zip(self.entries.values(), self.latest, strict=True)
-        return [(entry, value) for entry, value in pairs if entry.on_step and value is not None]
+    def step_values(self, wanted: str) -> dict[str, Any]:
+        """Return the newest values of the names that are logged per step and whose attribute ``wanted`` is true."""
+        read = self._readers.get(wanted)
+        if read is None:
+            read = self._readers[wanted] = [
+                (entry.step_name, entry.index)
+                for entry in self.entries.values()
+                if entry.on_step and getattr(entry, wanted)
+            ]
+        latest = self.latest
+        return {name: value for name, index in read if (value := latest[index]) is not None}
 
     def clear(self) -> None:
         """Remove all names."""
         self.entries.clear()
         self.latest.clear()
+        self._readers.clear()
 
 
 def read_devices(entries: Iterable[Entry]) -> None:

@@ -241,8 +241,7 @@ class MetricLog:
 
     def step_values(self, wanted: str) -> dict[str, Any]:
         """Return the latest step values of the entries whose attribute ``wanted`` is true, as numbers or tensors."""
-        pairs = self._scopes[True].step_values()
-        return {entry.step_name: value for entry, value in pairs if getattr(entry, wanted)}
+        return self._scopes[True].step_values(wanted)
 
     def current(self) -> dict[str, Any]:
         """Return the latest step values for callbacks, each under its step name and its plain name.
@@ -253,7 +252,9 @@ class MetricLog:
             return {}
         values = self.step_values("on_step")
         for scope in self._scopes.values():
-            values.update({entry.plain_name: value for entry, value in scope.step_values() if entry.on_epoch})
+            for entry in scope.entries.values():
+                if entry.on_step and entry.on_epoch and (value := scope.latest[entry.index]) is not None:
+                    values[entry.plain_name] = value
         return values | self._shown
 
     def show(self, values: dict[str, Any]) -> None:

@@ -116,9 +116,11 @@ class Meter:
         self._seconds += time.perf_counter() - began
         self._data_seconds += fetched - began
         self._units += self.open_units
-        self._wait_seconds += self._open_wait
-        self.open_units = self._open_wait = 0.0
+        self.open_units = 0.0
         self._steps += 1
+        if self._is_shared:
+            self._wait_seconds += self._open_wait
+            self._open_wait = 0.0
 
     # ---- sharing over ranks -----------------------------------------------------------------------------------------
 

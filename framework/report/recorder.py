@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from ..system.failure_records import write_atomically
 from ..system.processes import start_of
 from .event_log import EventWriter
-from .series import MEMORY, RATE, THROUGHPUT
+from .series import MEMORY, RATE, THROUGHPUT, rate_name
 
 STATUS = "status.json"
 """The name of the file with the state of a fit in progress."""
@@ -62,9 +62,12 @@ class RunRecorder:
         self._thread = Thread(target=self._run, name="phalanx-recorder", daemon=True)
         self._thread.start()
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Record values that were logged at an optimizer step."""
-        self._events.append({"step": step, "time": round(time.time(), 3), "values": dict(values)})
+    def log(self, values: Mapping[str, float], step: int, rates: Sequence[float] = ()) -> None:
+        """Record values that were logged at an optimizer step, and the learning rates of its optimizers.
+
+        The values are not copied, and completed in the recorder's thread.
+        """
+        self._events.append({"step": step, "time": time.time(), "values": values, "rates": rates})
 
     def note(self, text: str) -> None:
         """Record a line that was shown."""
@@ -111,7 +114,7 @@ class RunRecorder:
         events = [self._events.popleft() for _ in range(len(self._events))]
         try:
             if events:
-                self._writer.append(sparse(events))
+                self._writer.append([*map(complete, sparse(events))])
         except OSError:
             self._events.extendleft(reversed(events))
             raise
@@ -142,6 +145,14 @@ class RunRecorder:
         self._last = now, step, count
         if values:
             self._events.append({"step": step - 1, "time": round(now, 3), "values": values})
+
+
+def complete(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event as it is written: values with learning rates, which are NaN where they are not known."""
+    if "rates" not in event:
+        return event
+    rates = {rate_name(number): rate for number, rate in enumerate(event["rates"]) if rate == rate}
+    return {"step": event["step"], "time": round(event["time"], 3), "values": {**event["values"], **rates}}
 
 
 def sparse(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

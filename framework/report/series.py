@@ -19,6 +19,11 @@ THROUGHPUT = f"{OWN_PREFIX}throughput"
 LEARNING_RATE = f"{OWN_PREFIX}learning_rate"
 
 
+def rate_name(number: int) -> str:
+    """Return the name of the learning rate of an optimizer, given its number."""
+    return f"{LEARNING_RATE}-{number}" if number else LEARNING_RATE
+
+
 @dataclass
 class Series:
     """One name: optimizer steps in ascending order, the time of each value in seconds since 1970, and the values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -92,8 +92,9 @@ class LearningRates:
 
 def rates_of(optimizers: Iterable[Optimizer]) -> list[float]:
     """Return the learning rate of each optimizer's first group; NaN for one on a device, which would be waited for."""
-    rates = [optimizer.param_groups[0].get("lr") for optimizer in optimizers]
-    return [
-        float(each) if isinstance(each, float) or (isinstance(each, Tensor) and each.is_cpu) else math.nan
-        for each in rates
-    ]
+    rates: list[Any] = [optimizer.param_groups[0].get("lr") for optimizer in optimizers]
+    for index, rate in enumerate(rates):
+        if rate.__class__ is not float:
+            is_readable = isinstance(rate, float) or (isinstance(rate, Tensor) and rate.is_cpu)
+            rates[index] = float(rate) if is_readable else math.nan
+    return rates

@@ -44,11 +44,10 @@ class RunMetrics:
 
     def publish_step(self, progress: Progress) -> None:
         """Send the newest step values to the loggers."""
+        progress.published = progress.global_step
         values = self.train_log.step_values("logger")
         if values:
-            numbers = as_numbers(values)
-            self.values["logged"].update(numbers)
-            self.send(numbers, progress)
+            self.send(as_numbers(values), progress)
 
     def publish_epoch(
         self, log: MetricLog, progress: Progress, hooks: Sequence[Callable[..., Any]], silent: bool
@@ -141,6 +140,8 @@ class RunMetrics:
 
 def as_numbers(values: dict[str, Any]) -> dict[str, float]:
     """Return values as floats; tensors on a device are read with one synchronization per device."""
+    if {*map(type, values.values())} == {float}:
+        return values
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     numbers = (
         dict(zip(tensors, torch.stack([t.double() for t in tensors.values()]).tolist(), strict=True)) if tensors else {}

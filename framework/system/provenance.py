@@ -7,6 +7,7 @@ import platform
 import socket
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,9 @@ def provenance() -> dict[str, Any]:
     }
 
 
+@cache
 def own_version() -> str:
-    """Return the version of the installed phalanx, ``"unknown"`` if it is not installed."""
+    """Return the version of the installed phalanx, ``"unknown"`` if it is not installed; parses a file once."""
     try:
         return version("phalanx")
     except PackageNotFoundError:

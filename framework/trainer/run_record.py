@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..report.recorder import RunRecorder
-from ..report.series import LEARNING_RATE
 from ..run.learning_rates import rates_of
 from ..system.environment import attempt
 from ..system.processes import peak_resident_bytes, resident_bytes
 from ..watchdog.heartbeat import SECTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from torch.optim import Optimizer
+    from collections.abc import Mapping
 
     from ..loop.fit_loop import FitLoop
     from .session import Session
@@ -34,9 +31,10 @@ def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
 
     # Not the run, which holds this function: the workers of an interrupted fit would remain until garbage is collected.
     optimizers, used = run.optimizers, run.used_rates
+    # The learning rates of the newest update: ``used``, or those of now if no scheduler has changed them.
 
     def log(values: Mapping[str, float], step: int) -> None:
-        recorder.log({**values, **_learning_rates(optimizers, used)}, step)
+        recorder.log(values, step, [*used] if used else rates_of(optimizers))
 
     run.loggers.observe(log)
     return recorder
@@ -82,9 +80,3 @@ class _View:
         # The allocator's own counters: nothing waits for the device.
         used, device_peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return {"used": used, "host_peak_bytes": peak, "device_peak_bytes": device_peak}
-
-
-def _learning_rates(optimizers: Iterable[Optimizer], used: list[float]) -> dict[str, float]:
-    """Return the learning rates of the newest update: ``used``, or those of now if no scheduler has changed them."""
-    rates = enumerate(used or rates_of(optimizers))
-    return {LEARNING_RATE + (f"-{number}" if number else ""): rate for number, rate in rates if rate == rate}

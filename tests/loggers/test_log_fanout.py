@@ -113,7 +113,7 @@ def test_a_logger_that_hangs_neither_stops_the_steps_nor_the_end(monkeypatch: py
     for step in range(1, 9):
         fanout.log_metrics({}, step)
     for _ in range(5):
-        fanout._writers[0].put("save")
+        fanout._writers[0].put("save", ())
     fanout.finalize("success")
     hanging.go_on.set()
     wait_until(lambda: not our_threads())
