@@ -238,7 +238,11 @@ class DDPStrategy(Strategy):
         return super().step(optimizer)
 
     def zero_backward(self) -> None:
-        """Run DDP's forward and backward with a loss of zero that depends on every parameter. Collective."""
+        """Run DDP's forward and backward with a loss of zero that depends on every parameter. Collective.
+
+        Where DDP finds unused parameters the loss depends on none of the user's: a gradient of zero from this rank
+        would have parameters updated that no rank has used.
+        """
         self._wrap_again()
         ddp = self._ddp
         if ddp is not None:
@@ -248,8 +252,11 @@ class DDPStrategy(Strategy):
                 # peer on the other ranks.
                 ddp.require_forward_param_sync = False
             self._reduces_next = True
+            adapter, reached = self._adapter, list(ddp.module.parameters())
+            if isinstance(adapter, FlaggedAdapter) and self._arguments.get("find_unused_parameters"):
+                reached = [adapter.participation]
             # In a list, so that the adapter does not treat it as a loss of the user.
-            (loss,) = ddp(lambda: [zero_loss(ddp.module.parameters())])
+            (loss,) = ddp(lambda: [zero_loss(reached)])
             self.backward(loss)
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:

@@ -158,6 +158,14 @@ CARRIES_OTHERS = "carries_gradients_of_other_ranks"
 """An attribute of an ``autograd.Function`` whose backward pass brings along gradients of other ranks' losses."""
 
 
+_zero_backward = False
+
+
+def runs_zero_backward() -> bool:
+    """Whether a backward pass that is run now computes gradients of zero alone, see ``zero_gradients``."""
+    return _zero_backward
+
+
 @contextmanager
 def zero_gradients(loss: Tensor) -> Generator[Tensor, None, None]:
     """Yield a zero loss with the backward pass of ``loss``; all gradients inside it are exactly zero.
@@ -166,15 +174,18 @@ def zero_gradients(loss: Tensor) -> Generator[Tensor, None, None]:
     enters each node of the graph is set to zero. This does not cover a backward pass that is nested in the backward
     pass to recompute activations, nor nodes that gradients of other ranks' losses reach, see ``CARRIES_OTHERS``.
     """
+    global _zero_backward
     zero = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
     nodes = nodes_of(zero)
     carriers = [node for node in nodes if hasattr(getattr(node, "_forward_cls", None), CARRIES_OTHERS)]
     if carriers:
         nodes -= set().union(*(_nodes_from(node) for node in carriers))
     handles = [node.register_prehook(_zeros) for node in nodes]
+    before, _zero_backward = _zero_backward, not carriers
     try:
         yield zero
     finally:
+        _zero_backward = before
         # The nodes of parameters outlive the graph, so their hooks would remain.
         for handle in handles:
             handle.remove()

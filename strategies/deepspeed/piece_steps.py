@@ -33,14 +33,15 @@ class PieceSteps:
         # None for a parameter without state, since no update has changed it.
         self._own: dict[int, Numbers | None] = {}
         self._unused: Set[int] = frozenset()
+        self._unused_by_all: Set[int] | None = None
         self._stepping: list[tuple[Any, Piece, nn.Parameter]] = []
         self._replaced: list[tuple[dict[str, Any], list[Any]]] = []
         self._inner.register_step_pre_hook(self._begin)
         self._inner.register_step_post_hook(self._end)
 
-    def leave_out(self, unused: Set[int]) -> None:
-        """Leave parameters, by ``id``, out of the next update, unless another rank has a gradient for them."""
-        self._unused = unused
+    def leave_out(self, unused: Set[int], by_all: Set[int] | None) -> None:
+        """Leave parameters out of the next update; see ``EngineState.leave_out``."""
+        self._unused, self._unused_by_all = unused, by_all
 
     def numbers_of(self, parameter: Tensor, shared: Numbers | None) -> Numbers | None:
         """Return the numbers of a parameter; ``shared``, those of its group, if it has none of its own."""
@@ -74,8 +75,7 @@ class PieceSteps:
         for piece in self._groups.groups[number]:
             key = id(piece.parameter)
             gradient = flat.grad.narrow(0, piece.offset, piece.length)
-            # Only one that no rank has used has a gradient of zero alone.
-            if key in self._unused and not gradient.any():
+            if self._is_left_out(key, gradient):
                 continue
             view = nn.Parameter(flat.detach().narrow(0, piece.offset, piece.length))
             view.grad = gradient
@@ -88,6 +88,12 @@ class PieceSteps:
             if piece.length:
                 found.append(view)
         return found
+
+    def _is_left_out(self, key: int, gradient: Tensor) -> bool:
+        if self._unused_by_all is not None:
+            return key in self._unused_by_all
+        # A gradient that another rank has computed is hardly ever zero in all of this rank's piece.
+        return key in self._unused and not gradient.any()
 
     def _end(self, optimizer: Any, *_: Any) -> None:
         if optimizer is not self._inner:

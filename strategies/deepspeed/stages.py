@@ -482,12 +482,13 @@ class WholeGradients:
         """Do nothing: the average over ranks of an average is the same."""
 
     def release(self) -> None:
-        """Do nothing: only the engine refers to the gradients."""
+        """Let the engine find an overflow in the gradients of all ranks: it looks at those that this rank has used."""
+        for has in self.zero.fp32_groups_has_gradients:
+            has[:] = [True] * len(has)
 
     def raw_norm(self) -> Any:
-        gradients, _ = self.zero.get_grads_for_norm()
-        # DeepSpeed's own function waits for the device.
-        return torch.nn.utils.get_total_norm(gradients)
+        # DeepSpeed's own function waits for the device, and leaves out what other ranks alone have used.
+        return torch.nn.utils.get_total_norm([one for group in self.zero.fp32_groups_gradients for one in group])
 
     def scale(self, factor: float | Tensor) -> None:
         torch._foreach_mul_(self.zero.fp32_groups_gradients_flat, factor)

@@ -129,12 +129,17 @@ class EngineState(PartitionedState):
             self.gathering.stop()
             self.gathering = None
 
-    def leave_out(self, unused: Set[int]) -> None:
-        """Leave parameters without a gradient, by ``id``, out of the next update."""
+    def leave_out(self, unused: Set[int], by_all: Set[int] | None) -> None:
+        """Leave parameters without a gradient out of the next update.
+
+        Args:
+            unused: by ``id``, those that this rank has not used.
+            by_all: those that no rank has used; None if that is not known.
+        """
         if self.piece_steps is None and unused and self.groups.stepping is not None:
             self.piece_steps = PieceSteps(self.groups)
         if self.piece_steps is not None:
-            self.piece_steps.leave_out(unused)
+            self.piece_steps.leave_out(unused, by_all)
 
     @torch.no_grad()
     def _merge(self) -> None:

@@ -7,7 +7,7 @@ and cached, so that the step does not compute it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...framework.core.errors import LoopError
 from ...framework.distributed.world import Pending
 from ...framework.parallel.step_flags import RunOrder
+from ...framework.parallel.use_over_ranks import UseOverRanks
 from .access import LentGradients, engine_runs
 from .attributes import COUNTS
 from .optimizer import Following
@@ -46,6 +47,8 @@ class EngineUpdate:
         self._factor = 1.0
         self._first = True
         self._stage = stage_of(self)
+        self._trained = [piece.parameter for group in state.groups.groups for piece in group]
+        self._use = UseOverRanks(state.world, len(self._trained))
         self._running = False
         self._running_outside = False
         self._reduced = False
@@ -66,6 +69,7 @@ class EngineUpdate:
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Add the gradients of a loss, which the engine scales in fp16 and reduces. Collective."""
         with engine_runs:
+            unused = frozenset() if self._use.counts_pass() else self._stage.unused()
             self._begin()
             self._running = True
             try:
@@ -73,6 +77,10 @@ class EngineUpdate:
                     self.engine.backward(loss, scale_wrt_gas=False, **options)
             finally:
                 self._running = self._is_empty = False
+            if unused:
+                for parameter in self._trained:
+                    if id(parameter) in unused:
+                        self._stage.mark(parameter, False)
             self._end()
 
     def reduce(self) -> None:
@@ -297,7 +305,7 @@ class EngineUpdate:
         self._take_back()
         self.state.take_edits()
         unused = self._stage.unused()
-        self.state.leave_out(unused)
+        self.state.leave_out(unused, self._unused_by_all(unused))
         self._stage.release()
         with engine_runs:
             self.follow.check_frozen()
@@ -317,6 +325,11 @@ class EngineUpdate:
         # False if the gradients have overflowed under the engine's own loss scale.
         applied: bool = self.engine.was_step_applied()
         return applied
+
+    def _unused_by_all(self, unused: Set[int]) -> Set[int] | None:
+        missing = [number for number, one in enumerate(self._trained) if id(one) in unused] if unused else []
+        found = self._use.unused(missing)
+        return None if found is None else {id(self._trained[number]) for number in found}
 
     def _call_hooks(self) -> None:
         self.follow.before()

@@ -49,11 +49,15 @@ from .state import carry_slots, shard_slots
 from .tensor import split_layers, tie_again
 from .undo import Footprint
 from .units import check_parameters, check_renormalized, find_units, prefetch, without_shared
+from .unused import UnusedParameters
 from .written import carry_writes
 
 
 class ShardedModel:
     """A module with its adapter, sharded. Constructing it is collective."""
+
+    settles_at_once: bool = True
+    """Whether ranks agree on unused parameters at the end of a backward pass, and not only in the update."""
 
     def __init__(
         self,
@@ -109,7 +113,8 @@ class ShardedModel:
         self._added: list[Tensor] = []
         prepare_gathering(self.parts)
         carry_writes(self.parts, adapter, any(part._compiled_call_impl for part in module.modules()))
-        self.checks = PassChecks(self.parts)
+        self.unused = UnusedParameters(self.parts, world)
+        self.checks = PassChecks(self.parts, self.unused.ran)
         shards = [each for each in module.parameters() if isinstance(each, DTensor)]
         self._ordinary = Ordinary({each.device_mesh for each in shards}, world, sharding.tensor_mesh)
         self.outside = OutsideCalls(self.root, sharding.context, self.reshard)
@@ -224,6 +229,7 @@ class ShardedModel:
         if inside and loss.requires_grad:
             # Otherwise gradients of the root are reduced only if a unit takes part.
             loss.register_hook(self._state._pre_backward)
+        self.unused.begin_pass()
         with Ordinary.paused():
             if self.hooks:
                 self.hooks.begin()
@@ -233,6 +239,8 @@ class ShardedModel:
             if self._added and self.syncs:
                 average_gradients(self.world, self._added)
         self.checks.forget()
+        if self.settles_at_once:
+            self.unused.settle()
         self._unreduced = not self.syncs
         if inside:
             self.root.unshard()
@@ -302,6 +310,7 @@ class ShardedModel:
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Run a step that a backward pass follows."""
         self.outside.begin_step()
+        self.unused.begin_step()
         within_update = Ordinary.resume()
         try:
             return full_value(self.root(*arguments, **options))

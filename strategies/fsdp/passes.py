@@ -24,10 +24,12 @@ class PassChecks(RunOrder):
 
     Args:
         parts: the sharded modules.
+        ran: takes the numbers of the modules that run with gradients, from 1.
     """
 
-    def __init__(self, parts: Iterable[FSDPModule]) -> None:
+    def __init__(self, parts: Iterable[FSDPModule], ran: set[int]) -> None:
         super().__init__()
+        self._ran = ran
         self._calls: Counter[nn.Module] = Counter()
         for number, part in enumerate(parts, 1):
             for group in fsdp_groups(part):
@@ -54,6 +56,8 @@ class PassChecks(RunOrder):
         if torch._C._current_graph_task_id() == -1:
             self._calls[module] += 1
             self.note(number)
+            if torch.is_grad_enabled():
+                self._ran.add(number)
         elif self._calls[module] > 1:
             name = type(module).__name__.removeprefix("FSDP")
             raise ConfigurationError(

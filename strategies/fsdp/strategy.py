@@ -293,6 +293,7 @@ class FSDPStrategy(Strategy):
             self._known.check(optimizer)
         if self._sharded is not None:
             self._sharded.check_reduced()
+            self._sharded.unused.settle()
         pause = self._pauses.get(optimizer)
         before: Any = optimizer._optimizer_step_pre_hooks
         if pause is not None and next(reversed(before)) != pause.id:
@@ -336,6 +337,7 @@ class FSDPStrategy(Strategy):
         optimizer.zero_grad()
         if self._sharded is not None:
             self._sharded.drop_unreduced(optimizer)
+            self._sharded.unused.forget()
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers. Collective."""

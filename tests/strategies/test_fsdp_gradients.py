@@ -104,7 +104,8 @@ def test_a_window_is_reduced_once_and_an_abandoned_one_never() -> None:
     gpt, (x, y) = plain_gradients(windows=2), token_data(24).tensors
     results = run_on_ranks(2, windowed)
     for counts, gradients, _ in results:
-        assert counts == [0, 4]
+        # Four modules, and the exchange of the parameters that the ranks have used, which the first windows have.
+        assert counts == [0, 5]
         for name, parameter in gpt.named_parameters():
             assert (gradients[name] is None) == (parameter.grad is None)
             if parameter.grad is not None:
