@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from .compare import compare_runs as compare_runs
     from .completion import print_completion as print_completion
+    from .data import show_data as show_data
     from .demo import run_demo as run_demo
     from .doctor import examine as examine
     from .export import export_model as export_model
@@ -40,6 +41,7 @@ __getattr__ = on_call(
         "verify_checkpoints",
         ".compare": "compare_runs",
         ".completion": "print_completion",
+        ".data": "show_data",
         ".demo": "run_demo",
         ".doctor": "examine",
         ".export": "export_model",

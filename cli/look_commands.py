@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import compare_runs, explain_run, list_runs, show_report, watch_run
+from . import compare_runs, explain_run, list_runs, show_data, show_report, watch_run
 from .command_parser import add_command
 
 _RUN = "a run's directory or its name, such as version_3 or 3; by default the newest run below this directory"
@@ -14,11 +14,12 @@ INTERVAL_SECONDS, LEAST_INTERVAL_SECONDS = 1.0, 0.1
 
 
 def add_commands(commands: Any) -> None:
-    """Add ``runs``, ``top``, ``report``, ``why`` and ``compare`` to the subparsers of a parser."""
+    """Add ``runs``, ``top``, ``report``, ``why``, ``data`` and ``compare`` to the subparsers of a parser."""
     _runs(commands)
     _top(commands)
     _report(commands)
     _why(commands)
+    _data(commands)
     _compare(commands)
 
 
@@ -50,6 +51,17 @@ def _why(commands: Any) -> None:
     text = "explain why a run ended, what was lost, and what resumes it"
     parser = add_command(commands, "why", explain_run, text, "phalanx why phalanx_logs/version_3", _FILES)
     parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
+
+
+def _data(commands: Any) -> None:
+    text = "show which samples each rank has read for a step, or for a batch"
+    parser = add_command(commands, "data", show_data, text, "phalanx data version_3 --step 812 --rank 1", _FILES)
+    parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
+    steps = "the optimizer step, counted from 0, as messages and metrics.csv give it"
+    parser.add_argument("--step", type=int, metavar="N", help=steps)
+    parser.add_argument("--epoch", type=int, metavar="E", help="instead of a step: the epoch, counted from 0")
+    parser.add_argument("--batch", type=int, metavar="B", help="and the batch in it, counted from 0")
+    parser.add_argument("--rank", type=int, metavar="R", help="only this rank (of those with different data)")
 
 
 def _compare(commands: Any) -> None:

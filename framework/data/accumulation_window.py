@@ -75,6 +75,9 @@ class Windows:
         self._assured = 0
         """The number of batches of the epoch of which this rank certainly has one each."""
         self._epoch: int | None = None
+        self._taken = self._constant or 0
+        """The size of the window that was taken last."""
+        self._observers: list[Callable[[], None]] = []
         self.resumed_at: dict[str, Any] | None = None
         """The position from a checkpoint at which the next epoch begins; None for its start."""
 
@@ -109,6 +112,29 @@ class Windows:
         self._iterator = iter(self.source.start(self._progress.epoch, self.resumed_at))
         self._assured = self.source.assured_batches()
         self.resumed_at = None
+        self._taken = self.size
+        self.mark()
+
+    def observe(self, function: Callable[[], None]) -> None:
+        """Call a function wherever windows begin that the progress does not tell: see ``mark``."""
+        self._observers.append(function)
+
+    def mark(self) -> None:
+        """Note that steps and batches have another ratio from the present progress on, or that an epoch begins."""
+        for observe in self._observers:
+            observe()
+
+    @property
+    def size(self) -> int:
+        """The number of global micro-batches in the next window, unless the epoch ends before."""
+        return self._constant or self.schedule(self._progress.epoch, self._progress.global_step)
+
+    def _scheduled(self) -> int:
+        size = self.size
+        if size != self._taken:
+            self._taken = size
+            self.mark()
+        return size
 
     def take(self) -> Window | None:
         """Return this rank's micro-batches of the next window and the window's size; None at the end of the epoch.
@@ -117,7 +143,7 @@ class Windows:
         in memory.
         """
         progress, ahead = self._progress, self._ahead
-        size = self._constant or self.schedule(progress.epoch, progress.global_step)
+        size = self._constant or self._scheduled()
         if self.end is not None and size > self.end - progress.batch_in_epoch:
             size = self.end - progress.batch_in_epoch
             if size <= 0:
@@ -213,6 +239,10 @@ class Windows:
 
 class GlobalWindows(Windows):
     """Takes windows from a source of global batches, each of which is a window and counts as one batch."""
+
+    @property
+    def size(self) -> int:
+        return 1
 
     def take(self) -> Window | None:
         """Return this rank's micro-batches of the next global batch; None at the end of the epoch.

@@ -53,6 +53,14 @@ class MapSource(CountedSource):
         total = self.total_items()
         return None if total is None else f"{total} {self.unit}, {self._sampler.order.described()}"
 
+    def layout(self) -> dict[str, Any]:
+        shares = self._shares == 1
+        return {
+            "unit": self.unit, "first": self.items_before(self._began_at), "span": self.span,
+            "total": self.total_items(), "ranks": self._sampler.size if shares else None,
+            "order": self._sampler.order.layout(),
+        }  # fmt: skip
+
     def assured_batches(self) -> int:
         own = self._sampler.own_batches
         return 0 if own is None or not self._reads_all else self.batches_before(self._began_at) + own

@@ -41,6 +41,12 @@ class Order(Protocol):
     def described(self) -> str:
         """Return a human-readable description of the order."""
 
+    def layout(self) -> dict[str, Any]:
+        """Return how the order is made, in JSON values: ``kind``, and what it takes to make it again if that is known.
+
+        A kind is ``"shuffled"``, ``"in order"``, or the name of the sampler's class.
+        """
+
 
 class NaturalOrder:
     """All samples of a dataset, once each: shuffled, or in the dataset's order."""
@@ -60,6 +66,10 @@ class NaturalOrder:
     def described(self) -> str:
         return "shuffled" if self._shuffle else "unshuffled"
 
+    def layout(self) -> dict[str, Any]:
+        kind = "shuffled" if self._shuffle else "in order"
+        return {"kind": kind, "count": len(self._data), "seed": self._seed}
+
 
 class SamplerOrder:
     """The items of a user's sampler or batch sampler, made reproducible by running it on a separate random stream."""
@@ -78,6 +88,9 @@ class SamplerOrder:
 
     def described(self) -> str:
         return f"drawn by {type(self._sampler).__name__}"
+
+    def layout(self) -> dict[str, Any]:
+        return {"kind": type(self._sampler).__name__}
 
 
 class LazyItems:

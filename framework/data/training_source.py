@@ -107,6 +107,18 @@ class TrainingSource(ABC):
         """Return a human-readable description of an epoch, or None if unknown; the same for any number of ranks."""
         return None
 
+    def layout(self) -> dict[str, Any]:
+        """Return, in JSON values, what it takes to say which samples a batch of the epoch started last holds.
+
+        ``unit``: what an item is, ``samples`` or ``batches``; ``first``: items before the position at which the epoch
+        was started; ``span``: items in a global micro-batch; ``total``: items in the epoch, None if unknown; ``ranks``:
+        data ranks that share the items of a global micro-batch, None if they do not; ``order``: see ``Order.layout``.
+        """
+        return {
+            "unit": "batches", "first": self.batches_before(self._began_at), "span": 1, "total": None, "ranks": None,
+            "order": {"kind": self.name},
+        }  # fmt: skip
+
     def start(self, epoch: int, position: Position | None = None) -> Iterator[Any]:
         """Yield this rank's batches, or ``NO_BATCH`` if it has none, beginning at ``position``.
 

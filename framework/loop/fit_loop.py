@@ -72,6 +72,7 @@ class FitLoop:
     def use_step(self, step: AutomaticStep | ManualStep, transfer: Callable[[Any, int], Any] | None) -> None:
         """Train with this step; ``transfer`` moves validation batches to the device."""
         self.step = step
+        step.note_left_out = self.windows.mark
         if self.plan.validation is not None:
             self.plan.validation.use_transfer(transfer)
 

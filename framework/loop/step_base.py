@@ -16,6 +16,10 @@ from .loss_checks import LossChecks
 from .step_output import LossWatch, no_manual_backward
 
 
+def _nothing() -> None:
+    pass
+
+
 class TrainingStep:
     """Routes the user's step, transfers batches, calls hooks, and checks losses."""
 
@@ -34,6 +38,8 @@ class TrainingStep:
         self.attendance = run.world.attendance
         run.at_end.callback(setattr, self.attendance, "varies", False)
         self.transfer = transfer
+        self.note_left_out: Callable[[], None] = _nothing
+        """Called after a window that has made no update."""
         self.batch_start = run.hooks("on_train_batch_start")
         self.batch_end = run.hooks("on_train_batch_end")
         self.callbacks_batch_end = run.callback_hooks("on_train_batch_end")

@@ -3,6 +3,7 @@
     {"begin": {"time", "step", "attempt", "checkpoint", "pid", "host"}}   a fit begins, or continues from a checkpoint
     {"step", "time", "values": {name: number}}                            values that were logged at an optimizer step
     {"note", "time"}                                                      a line that phalanx has shown
+    {"data": {"step", "epoch", "batch", ...}}                             where in the data a step begins
     {"end": {"time", "step", "exit_code"}}                                the fit has ended by itself
 
 A file that a killed process has cut off is read up to the cut. Times are in seconds since 1970.
@@ -14,11 +15,12 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..system.failure_records import write_atomically
+from .data_marks import DataMark, with_mark
 from .series import History, as_number
 
 HISTORY = "history.jsonl"
@@ -63,6 +65,8 @@ class Events:
     history: History = field(default_factory=History)
     attempts: list[Attempt] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    marks: list[DataMark] = field(default_factory=list)
+    """Where in the data steps have begun."""
     damaged: int = 0
     """Lines that cannot be read."""
 
@@ -80,6 +84,11 @@ class Events:
         elif isinstance(note := event.get("note"), str):
             if note not in self.notes:
                 self.notes = [*self.notes, note][-MOST_NOTES:]
+        elif isinstance(mark := event.get("data"), dict):
+            try:
+                self.marks = with_mark(self.marks, DataMark.parse(mark))
+            except (LookupError, TypeError, ValueError):
+                self.damaged += 1
         elif isinstance(end := event.get("end"), dict) and self.attempts:
             last = self.attempts[-1]
             last.ended, last.exit_code = as_number(end.get("time")), end.get("exit_code")
@@ -138,6 +147,7 @@ class EventWriter:
 
     def _rewrite(self) -> None:
         lines = [json.dumps({"note": note}) for note in self.events.notes]
+        lines += [json.dumps({"data": asdict(mark)}, separators=(",", ":")) for mark in self.events.marks]
         rows = self.events.history.rows()
         row = next(rows, None)
         for index, one in enumerate(self.events.attempts):

@@ -69,6 +69,10 @@ class RunRecorder:
         """
         self._events.append({"step": step, "time": time.time(), "values": values, "rates": rates})
 
+    def mark_data(self, mark: Mapping[str, Any]) -> None:
+        """Record where in the data the next step begins; see ``DataMark``."""
+        self._events.append({"data": mark})
+
     def note(self, text: str) -> None:
         """Record a line that was shown."""
         self._events.append({"note": text, "time": round(time.time(), 3)})

@@ -37,7 +37,26 @@ def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
         recorder.log(values, step, [*used] if used else rates_of(optimizers))
 
     run.loggers.observe(log)
+
+    def mark() -> None:
+        recorder.mark_data(_data_mark(loop))
+
+    loop.windows.observe(mark)
     return recorder
+
+
+def _data_mark(loop: FitLoop) -> dict[str, Any]:
+    """Return the mark of the data that the next step reads; see ``DataMark``."""
+    progress, windows = loop.run.progress, loop.windows
+    return {
+        "step": progress.global_step,
+        "epoch": progress.epoch,
+        "batch": progress.batch_in_epoch,
+        "window": windows.size,
+        "end": windows.end,
+        "counts_steps": loop.run.module.automatic_optimization,
+        "source": windows.source.layout(),
+    }
 
 
 class _View:

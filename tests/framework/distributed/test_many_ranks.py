@@ -245,6 +245,9 @@ class Fixed:
     def described(self) -> str:
         return "fixed"
 
+    def layout(self) -> dict[str, Any]:
+        return {"kind": "fixed"}
+
 
 def test_a_rank_copies_only_its_own_part_of_the_order() -> None:
     common: dict[str, Any] = {"drop_last": False, "whole": False, "seed": 0, "seeded": False}

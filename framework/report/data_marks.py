@@ -1,0 +1,49 @@
+"""``DataMark``: where in the data a run of optimizer steps begins, from the history of a run.
+
+A fit leaves a mark at the start of each epoch, and wherever steps and batches have no fixed ratio from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST_MARKS = 20_000
+
+
+@dataclass(frozen=True)
+class DataMark:
+    """The position at which steps begin that take a window of batches each."""
+
+    step: int
+    """Optimizer steps before it."""
+    epoch: int
+    batch: int
+    """Global micro-batches of the epoch before it: one on every rank."""
+    window: int
+    """Global micro-batches in a step."""
+    end: int | None
+    """Global micro-batches in the epoch; None if unknown."""
+    counts_steps: bool
+    """False under manual optimization, where the program decides how many steps a batch makes."""
+    source: dict[str, Any]
+    """``TrainingSource.layout``."""
+
+    @classmethod
+    def parse(cls, value: dict[str, Any]) -> DataMark:
+        """Read the JSON values of ``as_json``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if they are not."""
+        end, source = value["end"], value["source"]
+        step, epoch, batch, window = (int(value[name]) for name in ("step", "epoch", "batch", "window"))
+        end = None if end is None else int(end)
+        return cls(step, epoch, batch, window, end, bool(value["counts_steps"]), dict(source))
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch and the batch."""
+        return self.epoch, self.batch
+
+
+def with_mark(marks: Sequence[DataMark], new: DataMark) -> list[DataMark]:
+    """Return marks with a new one, without those that are not before it: a resumed run repeats them."""
+    return [*(mark for mark in marks if mark.position < new.position), new][-MOST_MARKS:]
