@@ -74,7 +74,7 @@ def _say_facts(report: dict[str, Any]) -> None:
     ]
     if whole(report["restarts"]):
         lost = sum(as_number(report[name]) or 0.0 for name in ("redone_seconds", "waited_seconds"))
-        again = f"{report['repeated_steps']} steps trained again"
+        again = f"{counted(report['repeated_steps'], 'step')} trained again"
         pairs.append(("restarts", f"{report['restarts']}, {again}, {span_text(lost)} lost"))
     for name, value in pairs:
         if value:

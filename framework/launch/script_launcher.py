@@ -115,7 +115,7 @@ def _run_attempts(
             return verdict
         write_error(
             f"{verdict.message}\nphalanx: the ranks are started again {f'in {wait:g} s' if wait else 'now'}, from the "
-            f"newest good checkpoint if there is one (restart {restarts.done} of {restarts.allowed})"
+            f"newest snapshot or good checkpoint if there is one (restart {restarts.done} of {restarts.allowed})"
         )
         if (ended := supervisor.pause(wait)) is not None:
             return ended
