@@ -49,6 +49,8 @@ class CheckpointRecords(Callback):
     """Whether a fit has begun since records were loaded or cleared."""
     _saved_step: int
     """The step of the newest save that has not failed; -1 before the first save and after a failed one."""
+    _deferred: bool = False
+    """Whether a save that came due waits for its metric: for the next validation, or the end of the epoch."""
     _superseded: list[str]
     """Checkpoints that are deleted once the pending save is published. A run resumed from that save deletes those that
     a killed run has left."""
@@ -106,6 +108,7 @@ class CheckpointRecords(Callback):
             "monitor": self.monitor,
             "current_score": self._current,
             "giving_way": list(self._superseded),
+            "deferred": self._deferred,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,7 +137,7 @@ class CheckpointRecords(Callback):
         self.last_model_path = self._newest = ""
         self._current = None
         self._superseded = []
-        self._has_run = False
+        self._has_run = self._deferred = False
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Restore the records from a state dict: of a checkpoint, or of the moment before a failed save."""
@@ -142,6 +145,7 @@ class CheckpointRecords(Callback):
         self._newest, self.last_model_path = state["newest"], state["last_model_path"]
         self._current = state["current_score"]
         self._superseded = list(state.get("giving_way", []))
+        self._deferred = bool(state.get("deferred", False))
 
     # ---- saves ------------------------------------------------------------------------------------------------------
 

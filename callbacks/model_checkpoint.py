@@ -129,8 +129,8 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         self._first_step = self._seen_step = step
         self._saved_step = -1
         self._validated = False
-        # A save that is due before its metric is known waits for the next validation or the end of the epoch.
-        self._deferred = False
+        # Whether a stop has cut short an epoch at whose end a save was due.
+        self._is_cut = False
         self._came_due = False
         self._schedule.restart_clock()
 
@@ -237,7 +237,7 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         if self._deferred or (at_epoch_end and is_due):
             self._save_or_defer(trainer, last_chance=not is_cut and (self._validated or not trainer.val_enabled))
         elif is_cut and is_due:
-            self._deferred = True
+            self._is_cut = True
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
         trainer.finish_saves()
@@ -247,11 +247,12 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
             return
         # A run must not end without any checkpoint because none came due, or because its metric is not known.
         saves = self._kept.saves and self._schedule.saves and not self.save_last
-        is_only_one = saves and not self._kept.paths and (self._deferred or not self._came_due)
+        is_unknown = self._deferred or self._is_cut
+        is_only_one = saves and not self._kept.paths and (is_unknown or not self._came_due)
         if self.save_last or is_only_one:
             self._save(trainer, replace(self._plan(trainer, is_end=True), path="", counts=False))
         if is_only_one:
-            why = f"without a value of {self.monitor!r} for its weights" if self._deferred else "before a save was due"
+            why = f"without a value of {self.monitor!r} for its weights" if is_unknown else "before a save was due"
             trainer.note(f"The run ends at step {step} {why}. They were saved as {self.last_model_path}, unranked.")
 
     def _its_time(self, trainer: TrainerView) -> bool:
@@ -276,10 +277,11 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         plan = self._plan(trainer)
         if plan.missing is not None and last_chance and not plan.waits:
             raise MetricError(plan.missing)
-        # ``last.ckpt`` needs no metric and is saved now.
+        self._deferred = plan.missing is not None
+        # ``last.ckpt`` needs no metric and is saved now. It holds the deferral: a run that is resumed from it validates
+        # first, and saves then.
         if plan.missing is None or trainer.global_step != self._saved_step:
             self._save(trainer, plan)
-        self._deferred = plan.missing is not None
 
     def _plan(self, trainer: TrainerView, is_end: bool = False) -> SavePlan:
         """Return rank 0's plan for the save; ``is_end``: of ``last.ckpt`` in any case. Collective."""

@@ -159,7 +159,8 @@ class Chaos:
         expected = self._expected()
         if code == 0 or (self.root / OVER).exists():
             # After the fit a signal ends the script as it ends any other.
-            expected |= {0} | ({-signal.SIGTERM, 143} if self.fault.startswith("term") else set())
+            # Its ranks may be gone, so that the signal goes to the process that was started.
+            expected |= {0} | ({-signal.SIGTERM, 143} if self.fault.startswith("term") else {-signal.SIGKILL})
         else:
             self.tally.trials += 1
             self.tally.seconds.append(took)

@@ -285,6 +285,34 @@ def test_a_resumed_run_continues_with_the_best_checkpoints(tmp_path: Path) -> No
     assert progress(saver.last_model_path)["global_step"] == 16
 
 
+class StopsBeforeValidation(Callback):
+    """Fails before the validation after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("planted")
+
+
+def test_a_save_that_waits_for_its_metric_is_made_by_the_resumed_run(tmp_path: Path) -> None:
+    def train(root: Path, *callbacks: Callback, ckpt_path: str | None = None) -> list[str]:
+        saver = ModelCheckpoint(
+            root / "kept", monitor="metric", save_top_k=-1, save_last=True, every_n_train_steps=1, filename="{step}"
+        )
+        trainer = quiet_trainer(root, [*callbacks, saver], max_epochs=2, val_check_interval=2)
+        trainer.fit(Tiny({"metric": [3, 1]}), loader(), loader(4), ckpt_path=ckpt_path)
+        return names(root / "kept")
+
+    expected = train(tmp_path / "whole")
+    # Each step has saved ``last.ckpt`` by then, and every second one waits for the value of its validation.
+    with pytest.raises(RuntimeError, match="planted"):
+        train(tmp_path / "cut", StopsBeforeValidation(6))
+    assert train(tmp_path / "cut", ckpt_path="last") == expected
+    assert "step=6.ckpt" in expected
+
+
 @pytest.mark.parametrize("given", ["path", "auto"])
 def test_the_checkpoint_that_a_run_was_given_is_not_deleted(tmp_path: Path, given: str) -> None:
     def train(epochs: int, ckpt_path: str | None = None) -> str:
