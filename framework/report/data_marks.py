@@ -5,7 +5,7 @@ A fit leaves a mark at the start of each epoch, and wherever steps and batches h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class DataMark:
 
     @classmethod
     def parse(cls, value: dict[str, Any]) -> DataMark:
-        """Read the JSON values of ``as_json``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if they are not."""
+        """Read a mark from JSON values. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is damaged."""
         end, source = value["end"], value["source"]
         step, epoch, batch, window = (int(value[name]) for name in ("step", "epoch", "batch", "window"))
         end = None if end is None else int(end)
@@ -44,6 +44,21 @@ class DataMark:
         return self.epoch, self.batch
 
 
-def with_mark(marks: Sequence[DataMark], new: DataMark) -> list[DataMark]:
-    """Return marks with a new one, without those that are not before it: a resumed run repeats them."""
+def with_mark(marks: Sequence[DataMark], value: dict[str, Any]) -> list[DataMark]:
+    """Return marks with a new one, without those that are not before it: a resumed run repeats them.
+
+    The source of one that has none is that of the mark before it. Raises as ``DataMark.parse``, and ``IndexError``.
+    """
+    if value["source"] is None:
+        value = {**value, "source": marks[-1].source}
+    new = DataMark.parse(value)
     return [*(mark for mark in marks if mark.position < new.position), new][-MOST_MARKS:]
+
+
+def written(marks: Sequence[DataMark]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON values of marks, each source once."""
+    before: DataMark | None = None
+    for mark in marks:
+        is_same = before is not None and mark.source == before.source
+        yield {**vars(mark), "source": None if is_same else mark.source}
+        before = mark

@@ -15,12 +15,12 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..system.failure_records import write_atomically
-from .data_marks import DataMark, with_mark
+from .data_marks import DataMark, with_mark, written
 from .series import History, as_number
 
 HISTORY = "history.jsonl"
@@ -86,7 +86,7 @@ class Events:
                 self.notes = [*self.notes, note][-MOST_NOTES:]
         elif isinstance(mark := event.get("data"), dict):
             try:
-                self.marks = with_mark(self.marks, DataMark.parse(mark))
+                self.marks = with_mark(self.marks, mark)
             except (LookupError, TypeError, ValueError):
                 self.damaged += 1
         elif isinstance(end := event.get("end"), dict) and self.attempts:
@@ -147,7 +147,7 @@ class EventWriter:
 
     def _rewrite(self) -> None:
         lines = [json.dumps({"note": note}) for note in self.events.notes]
-        lines += [json.dumps({"data": asdict(mark)}, separators=(",", ":")) for mark in self.events.marks]
+        lines += [json.dumps({"data": mark}, separators=(",", ":")) for mark in written(self.events.marks)]
         rows = self.events.history.rows()
         row = next(rows, None)
         for index, one in enumerate(self.events.attempts):

@@ -38,8 +38,13 @@ def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
 
     run.loggers.observe(log)
 
+    source: dict[str, Any] = {}
+
     def mark() -> None:
-        recorder.mark_data(_data_mark(loop))
+        found = _data_mark(loop)
+        # Windows of a cycle of sizes leave a mark each, of the same source.
+        recorder.mark_data({**found, "source": None} if found["source"] == source else found)
+        source.update(found["source"])
 
     loop.windows.observe(mark)
     return recorder

@@ -207,9 +207,9 @@ class TrainerSettings:
     )
     max_restarts: int = _setting(
         0,
-        "how often ranks that phalanx launched are restarted after a failure, from the newest snapshot in memory or good "
-        "checkpoint. A step that fails twice in a row ends the run, and so does a failure that a restart would not "
-        "change.",
+        "how often ranks that phalanx launched are restarted after a failure, from the newest snapshot in memory or "
+        "good checkpoint. A step that fails twice in a row ends the run, and so does a failure that a restart would "
+        "not change.",
         at_least(0),
     )
     snapshots: int | str | bool | None = _setting(

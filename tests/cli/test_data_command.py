@@ -15,7 +15,7 @@ from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from phalanx import Trainer, TrainModule
+from phalanx import AccumulationSchedule, Trainer, TrainModule
 from phalanx.callbacks import ModelCheckpoint
 
 SAMPLES, POISONED = 27, 11
@@ -74,6 +74,7 @@ def checked(command: CalledCommand, run: str, ranks: list[list[tuple[int, int, l
         {"nonfinite": "skip", "accumulate_grad_batches": 2},
         {"limit_train_batches": 5},
         {"global_batch_size": 5},
+        {"accumulate_grad_batches": AccumulationSchedule.cycle([1, 2])},
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
