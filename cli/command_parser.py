@@ -11,7 +11,7 @@ from typing import Any
 GROUPS = {
     "begin": "new demo doctor selftest completion",
     "run": "fit validate test predict launch plan",
-    "look": "runs top report why compare",
+    "look": "runs top report why data compare",
     "keep": "checkpoint",
     "move": "migrate export",
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,12 @@ def test_other_workers_change_the_order_and_are_reported(root: Path) -> None:
 def test_a_shuffle_without_a_seed_is_reported(root: Path) -> None:
     import webdataset
 
+    orders = count()
+
     def make(rank: int, size: int) -> Any:
-        return loader(web_dataset(root, False).compose(webdataset.shuffle(100, initial=100)))
+        # As without a seed each loader has another order, but never by chance the same first batch.
+        shuffled = webdataset.shuffle(100, initial=100, rng=random.Random(next(orders)))
+        return loader(web_dataset(root, False).compose(shuffled))
 
     position, states = interrupted([source(make, 0, 1)], 0, 3)
     _, [note] = resumed(make, 1, 0, position, states)
