@@ -77,7 +77,7 @@ class Windows:
         self._epoch: int | None = None
         self._taken = self._constant or 0
         """The size of the window that was taken last."""
-        self._observers: list[Callable[[], None]] = []
+        self._observers: list[Callable[[Windows], None]] = []
         self.resumed_at: dict[str, Any] | None = None
         """The position from a checkpoint at which the next epoch begins; None for its start."""
 
@@ -115,14 +115,14 @@ class Windows:
         self._taken = self.size
         self.mark()
 
-    def observe(self, function: Callable[[], None]) -> None:
-        """Call a function wherever windows begin that the progress does not tell: see ``mark``."""
+    def observe(self, function: Callable[[Windows], None]) -> None:
+        """Call a function with these windows in each ``mark``."""
         self._observers.append(function)
 
     def mark(self) -> None:
         """Note that steps and batches have another ratio from the present progress on, or that an epoch begins."""
         for observe in self._observers:
-            observe()
+            observe(self)
 
     @property
     def size(self) -> int:

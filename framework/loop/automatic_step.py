@@ -227,12 +227,11 @@ class AutomaticStep(TrainingStep):
         """Update the weights if any rank had a loss and every loss was finite, as all ranks agree. Collective."""
         self.phase[0] = UPDATE
         self.update.index = index
-        updated = True
+        step = self.progress.global_step
         if nonfinite:
             # Do not report this to the loss scaler: the overflow is not caused by the scale.
             self.guard.handle_loss()
             self.updater.discard(self.optimizer)
-            updated = False
         elif has_loss and self.apply():
             self.guard.in_a_row = 0
             self.progress.global_step += 1
@@ -240,12 +239,10 @@ class AutomaticStep(TrainingStep):
                 self.averages.after_step(self.progress.global_step - 1)
             if self.step_schedulers:
                 self.run.update_learning_rates("step")
-        else:
-            if not has_loss:
-                self.losses.count_missing(self.epoch_skipped)
-            updated = False
+        elif not has_loss:
+            self.losses.count_missing(self.epoch_skipped)
         self.advance(consumed)
-        if not updated:
+        if self.progress.global_step == step:
             self.note_left_out()
 
     # ---- resolved once ---------------------------------------------------------------------------------------------

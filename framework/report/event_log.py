@@ -66,7 +66,7 @@ class Events:
     attempts: list[Attempt] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     marks: list[DataMark] = field(default_factory=list)
-    """Where in the data steps have begun."""
+    """Positions in the data at which optimizer steps begin, in ascending order."""
     damaged: int = 0
     """Lines that cannot be read."""
 

@@ -26,7 +26,7 @@ class StepData:
     applied: bool
     """False if the window made no update: a loss or gradient was not finite, no batch had a loss, or a hook skipped."""
     unit: str
-    """What the numbers count: ``samples`` of the dataset, or ``batches`` of a batch sampler or stream."""
+    """Unit of positions and indices: ``samples`` of the dataset, or ``batches`` of a batch sampler or stream."""
     ranks: list[list[int]] | None
     """For each data rank, indices into the dataset; None where only the program knows them."""
     positions: range

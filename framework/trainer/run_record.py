@@ -15,6 +15,7 @@ from ..watchdog.heartbeat import SECTIONS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ..data.accumulation_window import Windows
     from ..loop.fit_loop import FitLoop
     from .session import Session
 
@@ -31,37 +32,32 @@ def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
 
     # Not the run, which holds this function: the workers of an interrupted fit would remain until garbage is collected.
     optimizers, used = run.optimizers, run.used_rates
-    # The learning rates of the newest update: ``used``, or those of now if no scheduler has changed them.
+    progress, counts_steps = run.progress, run.module.automatic_optimization
 
     def log(values: Mapping[str, float], step: int) -> None:
+        # The learning rates of the newest update: ``used``, or those of now if no scheduler has changed them.
         recorder.log(values, step, [*used] if used else rates_of(optimizers))
 
     run.loggers.observe(log)
 
     source: dict[str, Any] = {}
 
-    def mark() -> None:
-        found = _data_mark(loop)
-        # Windows of a cycle of sizes leave a mark each, of the same source.
-        recorder.mark_data({**found, "source": None} if found["source"] == source else found)
-        source.update(found["source"])
+    def mark(windows: Windows) -> None:
+        found = windows.source.layout()
+        recorder.mark_data({
+            "step": progress.global_step,
+            "epoch": progress.epoch,
+            "batch": progress.batch_in_epoch,
+            "window": windows.size,
+            "end": windows.end,
+            "counts_steps": counts_steps,
+            # Windows of a cycle of sizes leave a mark each, of the same source.
+            "source": None if found == source else found,
+        })  # fmt: skip
+        source.update(found)
 
     loop.windows.observe(mark)
     return recorder
-
-
-def _data_mark(loop: FitLoop) -> dict[str, Any]:
-    """Return the mark of the data that the next step reads; see ``DataMark``."""
-    progress, windows = loop.run.progress, loop.windows
-    return {
-        "step": progress.global_step,
-        "epoch": progress.epoch,
-        "batch": progress.batch_in_epoch,
-        "window": windows.size,
-        "end": windows.end,
-        "counts_steps": loop.run.module.automatic_optimization,
-        "source": windows.source.layout(),
-    }
 
 
 class _View:

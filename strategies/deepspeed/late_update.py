@@ -42,8 +42,6 @@ class LateUpdate(EngineUpdate):
     def reduce(self) -> None:
         """Average the gradients of the window over all ranks. Collective."""
         self.holds_gradients = True
-        # A rank that had no batch in the window has begun no pass, and would reduce nothing while the others wait.
-        self._stage.begin_pass()
         self._set_boundary(True)
         with engine_runs:
             self._stage.reduce(self.engine)

@@ -120,6 +120,11 @@ class SplitGradients(UseOfParameters):
         self._order = order
         self._place = {id(one): place for place, (one, *_) in enumerate(order)}
 
+    def forget_use(self) -> None:
+        """Begin another window. A rank without a batch in it begins no pass, and reduces all parameters all the same."""
+        super().forget_use()
+        self.begin_pass()
+
     def _keep_reduced(self, *args: Any, param_group_idx: int, **options: Any) -> Any:
         self._reduced[param_group_idx] = self.zero.all_grad_tensors[param_group_idx]
         return self._flat_partition(*args, param_group_idx=param_group_idx, **options)

@@ -306,7 +306,7 @@ def test_a_save_that_waits_for_its_metric_is_made_by_the_resumed_run(tmp_path: P
         return names(root / "kept")
 
     expected = train(tmp_path / "whole")
-    # Each step has saved ``last.ckpt`` by then, and every second one waits for the value of its validation.
+    # ``last.ckpt`` of step 6 exists by then. step=6.ckpt needs the metric of the validation that fails.
     with pytest.raises(RuntimeError, match="planted"):
         train(tmp_path / "cut", StopsBeforeValidation(6))
     assert train(tmp_path / "cut", ckpt_path="last") == expected
