@@ -17,7 +17,8 @@ from .output import say_json
 def show_data(given: argparse.Namespace) -> int:
     """Print what each rank has read; return the exit code."""
     directory = find_run(given.given_run, Path())
-    if (given.step is None) == (given.epoch is None or given.batch is None):
+    by_step = (given.step is not None, given.epoch is not None, given.batch is not None)
+    if by_step not in ((True, False, False), (False, True, True)):
         raise ConfigurationError("give --step N, or --epoch E and --batch B.")
     events = RunFiles(directory).events
     if given.step is not None:
@@ -25,6 +26,9 @@ def show_data(given: argparse.Namespace) -> int:
         found = data_of_step(events.marks, given.step, reached)
     else:
         found = [data_of_batch(events.marks, given.epoch, given.batch)]
+    ranks = len(found[0].ranks or ())
+    if given.rank is not None and ranks and not 0 <= given.rank < ranks:
+        raise ConfigurationError(f"--rank {given.rank}: {counted(ranks, 'rank')} read different data, counted from 0.")
     if given.json:
         say_json({"schema": 1, "path": str(directory), "windows": [_as_json(each, given.rank) for each in found]})
         return 0
@@ -42,8 +46,9 @@ def show_data(given: argparse.Namespace) -> int:
 
 def _place(data: StepData) -> str:
     numbers = f"{data.batches.start}" if len(data.batches) == 1 else f"{data.batches.start} to {data.batches.stop - 1}"
-    items = counted(len(data.positions), data.unit.removesuffix("es" if data.unit == "batches" else "s"))
-    return f"step {data.step}: epoch {data.epoch}, batch {numbers} ({items}){'' if data.applied else ', no update'}"
+    items = counted(len(data.positions), {"samples": "sample"}.get(data.unit, "batch"))
+    step = "" if data.step is None else f"step {data.step}: "
+    return f"{step}epoch {data.epoch}, batch {numbers} ({items}){'' if data.applied else ', no update'}"
 
 
 def _parts(data: StepData, rank: int | None) -> list[tuple[int, list[int]]]:

@@ -54,12 +54,8 @@ class MapSource(CountedSource):
         return None if total is None else f"{total} {self.unit}, {self._sampler.order.described()}"
 
     def layout(self) -> dict[str, Any]:
-        shares = self._shares == 1
-        return {
-            "unit": self.unit, "first": self.items_before(self._began_at), "span": self.span,
-            "total": self.total_items(), "ranks": self._sampler.size if shares else None,
-            "order": self._sampler.order.layout(),
-        }  # fmt: skip
+        ranks = self._sampler.size if self._shares == 1 else None
+        return {**super().layout(), "ranks": ranks, "order": self._sampler.order.layout()}
 
     def assured_batches(self) -> int:
         own = self._sampler.own_batches

@@ -136,6 +136,19 @@ class TrainingSource(ABC):
         return self.position_from(self._began_at, batches)
 
 
+def items_after(batches: int, first: int, span: int, total: int | None) -> int:
+    """Return the consumed items after ``batches`` global micro-batches of an epoch.
+
+    Args:
+        batches: global micro-batches, counted from the start of the epoch.
+        first: items before the position at which the epoch was started, which its batches begin at.
+        span: items in a global micro-batch.
+        total: items in the epoch; None if unknown.
+    """
+    items = first + (batches - ceil_div(first, span)) * span
+    return items if total is None else min(items, max(total, first))
+
+
 class CountedSource(TrainingSource):
     """A source whose position is one number: the consumed items of the one-process order."""
 
@@ -145,6 +158,10 @@ class CountedSource(TrainingSource):
         self.name = name
         self.unit = unit
         self.span = span
+
+    def layout(self) -> dict[str, Any]:
+        first, total = self.items_before(self._began_at), self.total_items()
+        return {**super().layout(), "unit": self.unit, "first": first, "span": self.span, "total": total}
 
     def batches_before(self, position: Position | None) -> int:
         return ceil_div(self.items_before(position), self.span)
@@ -168,9 +185,7 @@ class CountedSource(TrainingSource):
 
     def position_from(self, began_at: Position | None, batches: int) -> Position:
         first = self.items_before(began_at)
-        items = first + (batches - ceil_div(first, self.span)) * self.span
-        total = self.total_items()
-        return {self.unit: items if total is None else min(items, max(total, first))}
+        return {self.unit: items_after(batches, first, self.span, self.total_items())}
 
     def total_items(self) -> int | None:
         """Return the number of items in an epoch, or None if it is not known exactly."""

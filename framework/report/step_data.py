@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from ..core.errors import DataError
 from ..core.wording import counted
 from ..data.orders import permutation
-from ..distributed.data_parallel import ceil_div, part_of
+from ..data.samplers import shares
+from ..data.training_source import items_after
 from .data_marks import DataMark
 
 
@@ -19,7 +20,8 @@ from .data_marks import DataMark
 class StepData:
     """The batches of one window, and its samples on each data rank."""
 
-    step: int
+    step: int | None
+    """None under manual optimization."""
     epoch: int
     batches: range
     """Global micro-batches, counted from the start of the epoch."""
@@ -54,18 +56,10 @@ def data_of_step(marks: Sequence[DataMark], step: int, reached: int) -> list[Ste
             "which messages name."
         )
     found = []
-    for mark, following in zip(marks, [*marks[1:], None], strict=True):
-        if mark.step > step:
-            break
-        last = mark.step + 1 if following is None else following.step
-        if following is None or step < following.step:
-            begin = mark.batch + (step - mark.step) * mark.window
-            found.append(_window(mark, step, begin, True))
-        elif following.step == step and following.epoch == mark.epoch:
-            # A window that made no update is followed by a mark at the same step.
-            begin = mark.batch + (last - mark.step) * mark.window
-            if begin < following.batch:
-                found.append(_window(mark, step, begin, False))
+    for mark, following in _with_following(marks):
+        begin = mark.batch + (step - mark.step) * mark.window
+        if mark.step <= step and (following is None or step < following.step or _is_left_out(mark, following, begin)):
+            found.append(_data(mark, following, begin, mark.window))
     return found
 
 
@@ -75,44 +69,44 @@ def data_of_batch(marks: Sequence[DataMark], epoch: int, batch: int) -> StepData
     Raises:
         DataError: the run left no mark for it.
     """
-    before = [mark for mark in marks if mark.epoch == epoch and mark.batch <= batch]
+    before = [each for each in _with_following(marks) if each[0].epoch == epoch and each[0].batch <= batch]
     if not before:
         known = sorted({mark.epoch for mark in marks})
-        raise DataError(
-            f"epoch {epoch}, batch {batch}: the run has a record of the epochs {_spans(known) or 'of none'}."
-        )
-    mark = before[-1]
+        raise DataError(f"epoch {epoch}, batch {batch}: the run has a record of epoch {_spans(known) or 'none'}.")
+    mark, following = before[-1]
     if mark.end is not None and batch >= mark.end:
         raise DataError(f"batch {batch}: epoch {epoch} has {counted(mark.end, 'batch')}, counted from 0.")
-    return _data(mark, mark.step, range(batch, batch + 1), True)
+    return _data(mark, following, batch, 1)
 
 
-def _window(mark: DataMark, step: int, begin: int, applied: bool) -> StepData:
-    end = begin + mark.window
-    return _data(mark, step, range(begin, end if mark.end is None else min(end, mark.end)), applied)
+def _with_following(marks: Sequence[DataMark]) -> Iterable[tuple[DataMark, DataMark | None]]:
+    return zip(marks, [*marks[1:], None], strict=True)
 
 
-def _data(mark: DataMark, step: int, batches: range, applied: bool) -> StepData:
-    source = mark.source
-    first, span = int(source["first"]), int(source["span"])
+def _is_left_out(mark: DataMark, following: DataMark | None, begin: int) -> bool:
+    """Return whether a window at the step of the following mark made no update. A resumed run has another source."""
+    return following is not None and following.source == mark.source and begin < following.batch
 
-    def items_before(batch: int) -> int:
-        items = first + (batch - ceil_div(first, span)) * span
-        return items if source["total"] is None else min(items, int(source["total"]))
 
-    positions = range(items_before(batches.start), items_before(batches.stop))
-    order = source["order"]
-    ranks: list[list[int]] | None = None
+def _data(mark: DataMark, following: DataMark | None, begin: int, count: int) -> StepData:
+    """Return ``count`` batches of the windows of a mark, from batch ``begin``."""
+    source, order = mark.source, mark.source["order"]
+    first, span, total = source["first"], source["span"], source["total"]
+    batches = range(begin, begin + count if mark.end is None else min(begin + count, mark.end))
+    start, stop = (items_after(batch, first, span, total) for batch in (batches.start, batches.stop))
+    step = mark.step + (begin - mark.batch) // mark.window
+    # A window that made no update is followed by a mark at the same step.
+    is_applied = following is None or step < following.step
+    ranks = None
     if order["kind"] in ("shuffled", "in order") and source["ranks"] is not None:
-        items = permutation(order["count"], order["seed"], mark.epoch) if order["kind"] == "shuffled" else None
-        ranks = [[] for _ in range(source["ranks"])]
-        for start in range(positions.start, positions.stop, span):
-            count = min(span, positions.stop - start)
-            for rank, own in enumerate(ranks):
-                begin, end = part_of(count, rank, len(ranks))
-                places = range(start + begin, start + end)
-                own += places if items is None else (int(items[place]) for place in places)
-    return StepData(step, mark.epoch, batches, applied, source["unit"], ranks, positions, str(order["kind"]))
+        size, length = source["ranks"], order["count"]
+        items = range(length) if order["kind"] == "in order" else permutation(length, order["seed"], mark.epoch)
+        items = items[:stop]
+        ranks = [[each for _, _, own in shares(items, start, span, rank, size) for each in own] for rank in range(size)]
+    return StepData(
+        step if mark.counts_steps else None, mark.epoch, batches, is_applied, source["unit"], ranks,
+        range(start, stop), order["kind"],
+    )  # fmt: skip
 
 
 def _spans(numbers: Iterable[int]) -> str:

@@ -121,7 +121,7 @@ class SplitGradients(UseOfParameters):
         self._place = {id(one): place for place, (one, *_) in enumerate(order)}
 
     def forget_use(self) -> None:
-        """Begin another window. A rank without a batch in it begins no pass, and reduces all parameters all the same."""
+        """Begin another window, in which a rank without a batch begins no pass, but reduces all parameters too."""
         super().forget_use()
         self.begin_pass()
 

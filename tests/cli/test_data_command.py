@@ -92,20 +92,23 @@ def shuffled(root: str, ranks: int, arguments: dict[str, Any]) -> Any:
     return trained(root, None, {"devices": ranks, **arguments}, shuffle=True)
 
 
-def test_a_resumed_run_and_another_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, *_, run = trained(str(tmp_path), None, {"max_steps": 20}, shuffle=True)
-    results = run_on_ranks(2, resumed, str(tmp_path))
-    _, steps, again = results[0]
-    assert again == run
+@pytest.mark.parametrize(("ranks", "others", "max_steps"), [(1, 2, 20), (2, 1, 11)])
+def test_a_resumed_run_and_another_number_of_ranks(
+    ranks: int, others: int, max_steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run_on_ranks(ranks, shuffled, str(tmp_path), ranks, {"max_steps": max_steps})
+    # From the newest checkpoint, which is saved after each third step.
+    second = run_on_ranks(others, resumed, str(tmp_path), others)
+    _, steps, run = second[0]
+    assert run == first[0][2]
 
-    command = CalledCommand("data", capsys)
-    checked(command, run, [first], range(18))
-    checked(command, run, [windows for windows, *_ in results], range(18, steps))
+    command, began = CalledCommand("data", capsys), max_steps // 3 * 3
+    checked(command, run, [windows for windows, *_ in first], range(began))
+    checked(command, run, [windows for windows, *_ in second], range(began, steps))
 
 
-def resumed(root: str) -> Any:
-    """Continue from the newest checkpoint, which was saved after 18 of 20 steps."""
-    return trained(root, "auto", {"devices": 2}, shuffle=True)
+def resumed(root: str, ranks: int) -> Any:
+    return trained(root, "auto", {"devices": ranks}, shuffle=True)
 
 
 class Stream(IterableDataset[Any]):
@@ -122,7 +125,8 @@ def test_what_only_the_program_knows(tmp_path: Path, capsys: pytest.CaptureFixtu
     (window,) = json.loads(command(drawn, "--step", 16, "--json").out)["windows"]
     assert (window["epoch"], window["batches"], window["positions"]) == (1, [2], [4, 6])
     assert (window["ranks"], window["order"]) == (None, "WeightedRandomSampler")
-    assert "WeightedRandomSampler" in command(drawn, "--epoch", 1, "--batch", 2).out
+    assert "step 16: epoch 1, batch 2" in (shown := command(drawn, "--epoch", 1, "--batch", 2).out)
+    assert "WeightedRandomSampler" in shown
     (window,) = json.loads(command(trainer.run_dir, "--step", 5, "--json").out)["windows"]
     assert (window["batches"], window["ranks"]) == ([5], None)
 
@@ -134,6 +138,8 @@ def test_what_only_the_program_knows(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--epoch", "7", "--batch", "0"], "epoch 7"),
         (["--epoch", "0", "--batch", "40"], "batch 40"),
         ([], "--step N"),
+        (["--step", "1", "--epoch", "0"], "--step N"),
+        (["--step", "1", "--rank", "1"], "1 rank"),
     ],
 )
 def test_bad_requests(arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
