@@ -151,7 +151,7 @@ class SplitGradients(UseOfParameters):
         # The pass that ends the window next writes them, and `complete` those of parameters that it leaves unused.
         zero.norm_for_param_grads = {}
 
-    def release(self) -> None:
+    def begin_update(self) -> None:
         """Drop references to gradients, which the engine frees in its step."""
         self._reduced.clear()
 
@@ -261,7 +261,7 @@ class SplitGradients(UseOfParameters):
 
     def drop(self) -> None:
         zero = self.zero
-        self.release()
+        self.begin_update()
         zero.micro_step_id = -1
         zero.zero_grad(set_to_none=True)
         if zero.cpu_offload:
@@ -394,7 +394,7 @@ class SplitParameters(UseOfParameters):
     def reopen(self) -> None:
         """Do nothing: the engine adds to its pieces in every backward pass of an update."""
 
-    def release(self) -> None:
+    def begin_update(self) -> None:
         """Do nothing: only the engine refers to the gradients."""
 
     def raw_norm(self) -> Any:
@@ -486,7 +486,7 @@ class WholeGradients:
     def reopen(self) -> None:
         """Do nothing: the average over ranks of an average is the same."""
 
-    def release(self) -> None:
+    def begin_update(self) -> None:
         """Let the engine find an overflow in the gradients of all ranks: it looks at those that this rank has used."""
         for has in self.zero.fp32_groups_has_gradients:
             has[:] = [True] * len(has)

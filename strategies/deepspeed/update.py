@@ -306,7 +306,7 @@ class EngineUpdate:
         self.state.take_edits()
         unused = self._stage.unused()
         self.state.leave_out(unused, self._unused_by_all(unused))
-        self._stage.release()
+        self._stage.begin_update()
         with engine_runs:
             self.follow.check_frozen()
             self.engine.step()
