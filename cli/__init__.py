@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .new_project import create_project as create_project
     from .plan import show_plan as show_plan
     from .rank_launch import launch_ranks as launch_ranks
+    from .rewind import rewind_run as rewind_run
     from .run_program import run_stage as run_stage
     from .run_report import show_report as show_report
     from .runs import list_runs as list_runs
@@ -47,6 +48,7 @@ __getattr__ = on_call(
         ".export": "export_model",
         ".launch": "run_or_write",
         ".rank_launch": "launch_ranks",
+        ".rewind": "rewind_run",
         ".run_program": "run_stage",
         ".new_project": "create_project",
         ".plan": "show_plan",

@@ -12,7 +12,7 @@ GROUPS = {
     "begin": "new demo doctor selftest completion",
     "run": "fit validate test predict launch plan",
     "look": "runs top report why data compare",
-    "keep": "checkpoint",
+    "keep": "checkpoint rewind",
     "move": "migrate export",
 }
 _OTHERS = "more"

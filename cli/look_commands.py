@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import compare_runs, explain_run, list_runs, show_data, show_report, watch_run
+from . import compare_runs, explain_run, list_runs, rewind_run, show_data, show_report, watch_run
 from .command_parser import add_command
 
 _RUN = "a run's directory or its name, such as version_3 or 3; by default the newest run below this directory"
@@ -14,13 +14,14 @@ INTERVAL_SECONDS, LEAST_INTERVAL_SECONDS = 1.0, 0.1
 
 
 def add_commands(commands: Any) -> None:
-    """Add ``runs``, ``top``, ``report``, ``why``, ``data`` and ``compare`` to the subparsers of a parser."""
+    """Add the commands that look at runs, and ``rewind``, to the subparsers of a parser."""
     _runs(commands)
     _top(commands)
     _report(commands)
     _why(commands)
     _data(commands)
     _compare(commands)
+    _rewind(commands)
 
 
 def _runs(commands: Any) -> None:
@@ -71,3 +72,14 @@ def _compare(commands: Any) -> None:
     parser.add_argument("first", metavar="A", help="a run's directory or its name, such as version_3 or 3")
     parser.add_argument("second", metavar="B", help="another run")
     parser.add_argument("--out", metavar="FILE", help="also write a page with the curves of both in the same charts")
+
+
+def _rewind(commands: Any) -> None:
+    text = "make a run continue from an earlier step, without some of its data"
+    details = "Newer checkpoints are moved, not deleted. The next fit with ckpt_path='auto' continues from there."
+    parser = add_command(commands, "rewind", rewind_run, text, "phalanx rewind version_3 --skip 801:806", details)
+    parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
+    to = "go back to the newest checkpoint at or before this step (default: the first of --skip)"
+    parser.add_argument("--to", type=int, metavar="N", help=to)
+    skip = "leave out the data of the steps from A up to but not including B, or of step A; may be repeated"
+    parser.add_argument("--skip", action="append", default=[], metavar="A:B", help=skip)

@@ -11,7 +11,11 @@ from ..framework.report.run_files import RunFiles
 from .looks import say_wrapped
 from .output import say_json
 
-_KEYS = ("run", "path", "state", "exit_code", "stopped", "began", "ended", "duration_seconds", "why", "resume_from")
+_KEYS = (
+    "run", "path", "state", "exit_code", "stopped", "began", "ended", "duration_seconds", "why", "resume_from",
+    "rewinds",
+)  # fmt: skip
+_MOST_REWINDS = 3
 
 
 def explain_run(given: argparse.Namespace) -> int:
@@ -23,6 +27,8 @@ def explain_run(given: argparse.Namespace) -> int:
         return 0
     why = report["why"]
     say_wrapped(f"{shown_path(directory)} {why['sentence']}")
+    for rewind in report["rewinds"][-_MOST_REWINDS:]:
+        say_wrapped(rewind["sentence"])
     if why["lost"]:
         say_wrapped(why["lost"])
     if why["resume"]:

@@ -9,15 +9,17 @@ one. Otherwise all are fetched first, and counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
 from ..core.accumulation import AccumulationSchedule
+from ..core.data_spans import Span, joined
 from ..core.errors import DataError
 from ..core.progress import Progress
 from ..distributed.world import World
 from .common_stream import compare_streams
+from .left_out import LeftOut
 from .training_source import NO_BATCH, TrainingSource
 
 _END = object()
@@ -78,6 +80,8 @@ class Windows:
         self._taken = self._constant or 0
         """The size of the window that was taken last."""
         self._observers: list[Callable[[Windows], None]] = []
+        self.left_out: list[Span] = []
+        """The data that is left out."""
         self.resumed_at: dict[str, Any] | None = None
         """The position from a checkpoint at which the next epoch begins; None for its start."""
 
@@ -114,6 +118,18 @@ class Windows:
         self.resumed_at = None
         self._taken = self.size
         self.mark()
+
+    def leave_out(self, spans: Iterable[Span]) -> None:
+        """Leave out data, in addition to what is left out already."""
+        self.left_out = joined([*self.left_out, *spans])
+
+    def left_out_now(self) -> LeftOut:
+        """Return what is left out of the epoch in progress.
+
+        Raises:
+            DataError: it counts other items than the source does.
+        """
+        return LeftOut(self.left_out, self._progress.epoch, self.source.layout())
 
     def observe(self, function: Callable[[Windows], None]) -> None:
         """Call a function with these windows in each ``mark``."""

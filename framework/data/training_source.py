@@ -72,6 +72,10 @@ class TrainingSource(ABC):
     def batches_before(self, position: Position | None) -> int:
         """Return the number of batches that ``position`` counts as consumed."""
 
+    def items_before(self, position: Position | None) -> int:
+        """Return the items, as ``layout`` counts them, that ``position`` counts as consumed."""
+        return self.batches_before(position)
+
     def assured_batches(self) -> int:
         """Return a number of batches of which this rank has each one, however short its data may be after them.
 
@@ -115,7 +119,7 @@ class TrainingSource(ABC):
         data ranks that share the items of a global micro-batch, None if they do not; ``order``: see ``Order.layout``.
         """
         return {
-            "unit": "batches", "first": self.batches_before(self._began_at), "span": 1, "total": None, "ranks": None,
+            "unit": "batches", "first": self.items_before(self._began_at), "span": 1, "total": None, "ranks": None,
             "order": {"kind": self.name},
         }  # fmt: skip
 

@@ -181,7 +181,7 @@ class FitLoop:
         The body is executed for every step, so values that do not change are bound to local names first: attribute
         look-ups here cost time in every step.
         """
-        run, step, take = self.run, self.step, self.windows.take
+        run, step, take = self.run, self._step_of_epoch(), self.windows.take
         progress, triggers = run.progress, run.triggers
         begin_step = run.heartbeat.step
         one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self.validation.in_epochs
@@ -202,7 +202,7 @@ class FitLoop:
                 if run.is_stopped:
                     leave_if_preempted(run)
                     break
-                if not step.epoch_skipped:
+                if not self.step.epoch_skipped:
                     self._check_not_empty()
                 return True
             end_step(began, fetched)
@@ -227,6 +227,18 @@ class FitLoop:
                 leave_if_preempted(run)
                 break
         return self._at_end()
+
+    def _step_of_epoch(self) -> Callable[..., bool]:
+        """Return the step for the windows of the epoch in progress."""
+        left_out, step, progress = self.windows.left_out_now(), self.step, self.run.progress
+
+        def step_or_pass(*window: Any) -> bool:
+            if progress.batch_in_epoch not in left_out:
+                return step(*window)
+            step.pass_over(*window)
+            return True
+
+        return step_or_pass if left_out else step
 
     def _at_end(self) -> bool:
         end = self.windows.end

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..data.accumulation_window import MicroBatches
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
 from ..distributed.control import Signal
 from ..parallel.strategy import StepFunction
@@ -94,6 +95,13 @@ class TrainingStep:
             self.pace.updated()
             if self.attendance.was_called:
                 self.meet_calls()
+
+    def pass_over(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> None:
+        """Count a window that the run leaves out, after reading this rank's micro-batches. Not collective."""
+        for _ in batches:
+            pass
+        self.advance(size if samples is None else 1)
+        self.note_left_out()
 
     def meet_calls(self) -> None:
         """Prepare for collectives that the user's code has called in this step."""

@@ -6,9 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import StorageError
 from ..system.run_directory import CONFIGURATION
 from .attempts import summarize_attempts
 from .loose import text, whole
+from .rewinds import rewinds_of
 from .run_files import RunFiles
 from .saved import best_checkpoint, saved_checkpoints
 from .series import OWN_PREFIX, History, as_number
@@ -51,6 +53,7 @@ def build_report(files: RunFiles) -> dict[str, Any]:
         "curves": curves_of(events.history),
         "curves_left_out": len(events.history.left_out),
         **summarize_attempts(events.attempts),
+        "rewinds": _rewinds(files),
         "checkpoints": saved.rows,
         "checkpoints_count": saved.count,
         "warnings": events.notes,
@@ -67,6 +70,15 @@ def _started(config: dict[str, Any]) -> dict[str, Any]:
     for name in ("command", "directory", "host", "git_commit"):
         found[name] = text(found[name]) or None
     return found
+
+
+def _rewinds(files: RunFiles) -> list[dict[str, Any]]:
+    """Return when the run went back to a checkpoint, and a sentence about each time."""
+    try:
+        return [{**each.document(), "sentence": each.sentence} for each in rewinds_of(files.directory)]
+    except StorageError as error:
+        files.problems.append(str(error))
+        return []
 
 
 def _outcome(files: RunFiles) -> dict[str, Any]:

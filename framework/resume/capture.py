@@ -17,6 +17,7 @@ from ..checkpoint.codec import encode
 from ..checkpoint.consolidate import AVERAGES
 from ..checkpoint.manifest import JSON
 from ..checkpoint.write_plan import Shard, Snapshot
+from ..core.data_spans import as_json
 from ..core.progress import Progress
 from ..data.accumulation_window import Windows
 from ..parallel.parameter_names import buffer_names, names_of
@@ -180,8 +181,13 @@ def place_of(windows: Windows | None) -> dict[str, Any]:
     """Return the position in the data, as a document holds it; ``windows`` may be None outside of a fit."""
     if windows is None:
         return {"position": None, "data": None}
-    place = {"position": windows.position(), "data": windows.source.described(), "step_samples": windows.step_samples}
-    return place if windows.found_size is None else {**place, "micro_batch_size": windows.found_size}
+    found = {"micro_batch_size": windows.found_size, "left_out": as_json(windows.left_out) or None}
+    return {
+        "position": windows.position(),
+        "data": windows.source.described(),
+        "step_samples": windows.step_samples,
+        **{name: value for name, value in found.items() if value is not None},
+    }
 
 
 def counters(progress: Progress, averages: dict[str, Any]) -> dict[str, Any]:

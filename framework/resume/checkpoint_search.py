@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..api.callback import saved_by
 from ..checkpoint import furthest, kind_of, newest_complete, newest_good, read_manifest
 from ..checkpoint.manifest import Manifest, run_of
+from ..core.data_spans import Span
 from ..core.errors import CheckpointError
 from ..launch.restart_policy import FitRecord
 from ..report import best_checkpoint
@@ -48,6 +49,8 @@ class Origin:
     """Whether the fit continues in the directory that the checkpoint was saved from."""
     memory: Path | None = None
     """The directory for snapshots that outlive the ranks, if the launch has one."""
+    left_out: tuple[Span, ...] = ()
+    """The data that the run leaves out, by the record in its directory."""
     largest_micro_batch: int | None = None
     """The size of micro-batches that an earlier attempt of the launch found, as a rank ran out of memory."""
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint import clean_own, clean_shared
+from ..core.data_spans import Span, joined
 from ..core.errors import CheckpointError, ConfigurationError, StorageError, did_you_mean
 from ..distributed.collective_errors import on_rank_zero
 from ..distributed.world import World
 from ..launch.restart_policy import FitRecord, earlier_fit, largest_micro_batch, memory_of_next_fit, record_fit
+from ..report.rewinds import rewinds_of
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory
 from .checkpoint_search import Origin, Search, is_interrupted
@@ -92,11 +94,37 @@ def claim_directory(
             with contextlib.suppress(OSError):
                 record_fit(notes, FitRecord(directory.version, path, directory.identity))
         place = replace(found, version=directory.version, identity=directory.identity)
-        return replace(place, memory=memory, largest_micro_batch=largest)
+        left_out = left_out_of(directory) if found.continues else ()
+        return replace(place, memory=memory, largest_micro_batch=largest, left_out=left_out)
 
     origin = on_rank_zero(world, claim)
     directory.adopt(origin.version, True, origin.identity)
     return origin
+
+
+def left_out_of(directory: RunDirectory) -> tuple[Span, ...]:
+    """Return the data that a run leaves out, by the record in its directory.
+
+    Raises:
+        StorageError: the record cannot be read.
+    """
+    return tuple(joined(span for rewind in rewinds_of(directory.path) for span in rewind.left_out))
+
+
+def claim_again(directory: RunDirectory, origin: Origin, world: World) -> Origin:
+    """Lock the directory of a run that goes back to a checkpoint; return the origin of its next fit. Collective.
+
+    Args:
+        directory: the directory.
+        origin: the origin of the fit before, with the checkpoint, which was verified.
+        world: the ranks.
+    """
+
+    def claim() -> Origin:
+        directory.acquire(fresh=False)
+        return replace(origin, verified=True, continues=True, left_out=left_out_of(directory))
+
+    return on_rank_zero(world, claim)
 
 
 def find_checkpoint(

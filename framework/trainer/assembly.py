@@ -28,7 +28,8 @@ from ..resume.checkpoint_saver import Saver
 from ..resume.checkpoint_search import Origin
 from ..resume.data_module_state import restore_data_module
 from ..resume.rank_state import restore_rank
-from ..resume.resume_point import claim_directory, find_checkpoint
+from ..resume.resume_point import claim_again, claim_directory, find_checkpoint
+from ..resume.rewind import REWIND
 from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
 from ..state.switched_weights import SwitchedWeights
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from .session import Session, StageRequest
 
 
-def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
+def assemble_fit(session: Session, request: StageRequest, again: Origin | None = None) -> FitLoop:
     """Build the loop of a fit, restored from a checkpoint if one is requested. Collective.
 
     The order of a resumed fit (docs/internals.md has more):
@@ -65,15 +66,29 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
         batch index for this number of ranks, loggers, metrics of the epoch, loaders
         generators, after the hooks that the epoch repeats
 
+    Args:
+        session: the state of the Trainer.
+        request: the arguments of ``fit``.
+        again: the start of a fit that continues the one before; None to choose it by the arguments.
+
     Raises:
         CheckpointError: on all ranks; the checkpoint is missing or damaged, does not match, or is beyond the limits.
         ConfigurationError: on all ranks; the module, its optimizers or the settings contradict one another.
     """
     settings, module = session.settings, request.module
     run = _begin(session, request, "fit")
-    resume_point = claim_directory(
-        session.directory, request.ckpt_path, session.callbacks, run.world, session.note, session.writes
-    )
+    if settings.given.nonfinite == REWIND and session.checkpoint_callback is None and not settings.fast_dev_run:
+        raise ConfigurationError(
+            "nonfinite='rewind' goes back to a checkpoint, and this Trainer saves none: leave enable_checkpointing on, "
+            "or add a ModelCheckpoint."
+        )
+    if again is None:
+        resume_point = claim_directory(
+            session.directory, request.ckpt_path, session.callbacks, run.world, session.note, session.writes
+        )
+    else:
+        resume_point = claim_again(session.directory, again, run.world)
+    session.origin = resume_point
     session.records.keep_checkpoint(resume_point.checkpoint, named=not resume_point.continues)
     checkpoint = None
     if resume_point.checkpoint is not None:
@@ -84,7 +99,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     restore_data_module(run, checkpoint)
     run.accumulation = session.accumulation
     data = _data(session, run, request)
-    loop = build_loop(session, run, data, request, checkpoint, resume_point.largest_micro_batch)
+    loop = build_loop(session, run, data, request, checkpoint, resume_point)
     session.loop = loop
     run.saver.follow(loop.windows)
     pretrained = place_model(session, run, request, training=True, checkpoint=checkpoint)

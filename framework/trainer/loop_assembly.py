@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ..core.data_spans import from_json
 from ..core.errors import CheckpointError, ConfigurationError
 from ..data.accumulation_window import GlobalWindows, Windows
 from ..data.repeatable_windows import RepeatableWindows
@@ -21,6 +22,7 @@ from ..loop.recovering_step import RecoveringStep, can_repeat, check_recovery
 from ..memory.available_memory import disk_free, host_memory
 from ..parallel.strategy import Routed
 from ..resume.preempted_save import RESCUED, own_path
+from ..resume.rewind import REWIND
 from ..resume.snapshots import AUTO, COPIES, NoSnapshots, Snapshots
 from ..run.overrides import is_overridden
 
@@ -43,7 +45,7 @@ def build_loop(
     data: Data,
     request: StageRequest,
     checkpoint: Checkpoint | None,
-    largest: int | None = None,
+    origin: Origin,
 ) -> FitLoop:
     """Build the loop of a fit, at the position of the checkpoint if the fit resumes within an epoch. Collective.
 
@@ -53,7 +55,7 @@ def build_loop(
         data: its data.
         request: the arguments of ``fit``.
         checkpoint: the checkpoint that the fit resumes from, if any.
-        largest: the largest micro-batches that fit into memory, if the fit finds their size and this is known.
+        origin: where the fit begins.
     """
     settings = session.settings
     position = _position(checkpoint)
@@ -67,8 +69,12 @@ def build_loop(
 
     source, full = sources()
     windows = _windows(settings.global_batch)(source, run.accumulation, run.progress, full, run.world.size)
+    windows.leave_out(origin.left_out)
+    if checkpoint is not None:
+        windows.leave_out(from_json(checkpoint.document.get("left_out", ())))
     if isinstance(windows, RepeatableWindows):
         size = None if checkpoint is None else checkpoint.document.get("micro_batch_size")
+        largest = origin.largest_micro_batch
         first = size or session.first_micro_batch or windows.micro_batch_size
         windows.start_with(first if largest is None else min(first, largest))
     validation = None
@@ -215,6 +221,8 @@ def build_step(
 ) -> AutomaticStep | ManualStep:
     """Return the step that the loop calls for each window; ``transfer`` moves a batch to the device."""
     nonfinite, clipping = settings.given.nonfinite, settings.clipping
+    # The fit goes back after the error.
+    nonfinite = "raise" if nonfinite == REWIND else nonfinite
     if not run.module.automatic_optimization:
         return ManualStep(run, transfer, nonfinite)
     if isinstance(windows, RepeatableWindows) and can_repeat(run):

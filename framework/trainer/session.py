@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..parallel.compilation import Compilation
     from ..parallel.resources import Resources
     from ..report.recorder import RunRecorder
+    from ..resume.checkpoint_search import Origin
     from ..run.run import Run
     from ..system.run_directory import RunDirectory
     from .resolved_settings import Settings
@@ -107,6 +108,8 @@ class Session:
     """``time.time()`` at the start of the last stage."""
     run: Run | None = None
     """The run in progress; None between runs."""
+    origin: Origin | None = None
+    """The start of the current or last fit."""
     loop: FitLoop | None = None
     """The loop of the fit in progress."""
     evaluation: EvaluationPlan | None = None

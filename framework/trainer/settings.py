@@ -18,6 +18,7 @@ from ..launch.signals import check_signals
 from ..parallel.strategy import Strategy
 from ..profiling.profiler import Profiler
 from ..profiling.resolve import resolve_profiler
+from ..resume.rewind import REWIND
 from ..watchdog.heartbeat import StallTimeout, resolve_stall_timeout
 from .rules import (
     Limit,
@@ -184,9 +185,10 @@ class TrainerSettings:
     nonfinite: str = _setting(
         "raise",
         'reaction to a loss or gradient that is NaN or infinite: ``"raise"`` on all ranks, before its update on '
-        'a CPU and up to 16 micro-batches later on CUDA, ``"skip"`` the update (at most 10 in a row), or '
+        'a CPU and up to 16 micro-batches later on CUDA, ``"skip"`` the update (at most 10 in a row), '
+        '``"rewind"`` to the newest checkpoint and leave out the data since (at most 100 steps of it), or '
         '``"ignore"``.',
-        one_of("raise", "skip", "ignore"),
+        one_of("raise", "skip", REWIND, "ignore"),
     )
     debug: str | None = _setting(
         None,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.errors import StorageError, add_hint
+from ..core.errors import NonFiniteError, StorageError, add_hint
 from ..diagnostics import comparing_collectives
 from ..distributed.control import Signal
 from ..launch.exit_hooks import install_rank_hooks
@@ -22,6 +23,8 @@ from ..parallel.compilation import uncompiled
 from ..parallel.elsewhere import guard_absent, unguard
 from ..parallel.strategy_checks import remark_on_windows
 from ..report import add_to_report, finish_report, how_to_resume
+from ..resume.checkpoint_search import Origin, shared_directories
+from ..resume.rewind import REWIND, go_back
 from ..state import encode_known
 from ..system.console import terminal_columns
 from ..system.environment import current_job, hiding_secrets, own_records
@@ -46,9 +49,12 @@ if TYPE_CHECKING:
 
 def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
     """Run a stage; return None for a fit, else a list with the results of each loader. Collective."""
+    if stage == "fit":
+        again = None
+        while (again := _running_fit(session, request, again)) is not None:
+            pass
+        return None
     with running(session, stage, request):
-        if stage == "fit":
-            return _fit(session, request)
         run, plan = assemble_evaluation(session, request, stage)
         results: Any = predict(run, plan, request.keep_predictions) if stage == "predict" else evaluate(run, plan)
         run.loggers.finalize("success")
@@ -90,12 +96,18 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
             _release(session, request)
 
 
-def _fit(session: Session, request: StageRequest) -> None:
+def _running_fit(session: Session, request: StageRequest, again: Origin | None) -> Origin | None:
+    with running(session, "fit", request):
+        return _fit(session, request, again)
+
+
+def _fit(session: Session, request: StageRequest, again: Origin | None) -> Origin | None:
+    """Fit; return None, or the start of the fit with which the run goes on after a loss that was not finite."""
     limit = TimeLimit(current_job(), session.settings.time_limit_margin)
     with SignalWatch(session.settings.preemption_signals) as watch, limit:
         choose_strategy(session, request)
         choose_micro_batch(session, request)
-        loop = assemble_fit(session, request)
+        loop = assemble_fit(session, request, again)
         watch.report_to(loop.run.triggers)
         if loop.run.world.is_global_zero:
             limit.report_to(loop.run.triggers, Signal.PREEMPT)
@@ -107,10 +119,35 @@ def _fit(session: Session, request: StageRequest) -> None:
                 modes.enter_context(comparing_collectives(loop.run, loop.step))
             if session.settings.profiler.measures:
                 modes.enter_context(profiled_fit(session, loop))
-            loop()
+            try:
+                loop()
+            except NonFiniteError as error:
+                if session.settings.given.nonfinite != REWIND:
+                    raise
+                return _go_back(session, loop, error)
         loop.run.saver.end()
         loop.snapshots.end()
         _end(session, loop)
+        return None
+
+
+def _go_back(session: Session, loop: FitLoop, error: NonFiniteError) -> Origin:
+    """Return the start of the fit that goes on from an earlier checkpoint. Collective.
+
+    Raises:
+        NonFiniteError: there is no such checkpoint.
+    """
+    run = loop.run
+    run.saver.finish()
+    folders = [session.directory.checkpoints, *shared_directories(session.callbacks)]
+    checkpoint = go_back(run, loop.windows, folders, error)
+    if checkpoint is None:
+        raise error
+    # Those of the steps that are left out.
+    loop.snapshots.end()
+    run.loggers.finalize("interrupted")
+    assert session.origin is not None
+    return replace(session.origin, checkpoint=checkpoint)
 
 
 def _begin(session: Session, loop: FitLoop) -> None:

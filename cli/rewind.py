@@ -1,0 +1,115 @@
+"""``phalanx rewind``: makes a run continue from an earlier step, without some of the data after it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from ..framework.checkpoint.inspect_manifest import kind_of
+from ..framework.checkpoint.listing import furthest, newest_complete
+from ..framework.checkpoint.manifest import Manifest, run_of
+from ..framework.checkpoint.manifest_file import read_manifest
+from ..framework.checkpoint.verify import verify
+from ..framework.core.data_spans import Span, joined
+from ..framework.core.errors import CheckpointError, ConfigurationError
+from ..framework.core.wording import counted
+from ..framework.report.document import build_report
+from ..framework.report.finding import find_run, shown_path
+from ..framework.report.rewinds import COMMAND, Rewind, add_rewind
+from ..framework.report.run_files import RunFiles
+from ..framework.report.step_data import data_of_step
+from ..framework.system.run_directory import RunDirectory
+from .looks import say_wrapped
+from .output import say_json
+
+_STEPS = re.compile(r"(\d+)(?::(\d+))?$")
+_VERSION = re.compile(r"version_(\d+)$")
+
+
+def rewind_run(given: argparse.Namespace) -> int:
+    """Go back, and print what the next fit does; return the exit code."""
+    path = find_run(given.given_run, Path())
+    skipped = [_steps(text) for text in given.skip]
+    if given.to is None and not skipped:
+        raise ConfigurationError("give --to N, --skip A:B, or both.")
+    wanted = min(steps.start for steps in skipped) if given.to is None else given.to
+    directory = _directory(path)
+    # Held until this process ends: no fit may begin in between.
+    directory.acquire(fresh=False)
+    files = RunFiles(path)
+    reached = max((each.reached for each in files.events.attempts), default=0)
+    if not 0 <= wanted <= reached:
+        raise ConfigurationError(f"step {wanted}: the run has made {counted(reached, 'step')}, counted from 0.")
+    target = _checkpoint_at(wanted, files)
+    step = furthest(read_manifest(target))[0]
+    spans = joined(span for steps in skipped for span in _data_of(steps, step, files, reached))
+    moved = add_rewind(path, files.checkpoint_directories, target, Rewind(COMMAND, reached, step, target.name, spans))
+    resume = build_report(RunFiles(path))["why"]["resume"] or 'fit(..., ckpt_path="auto") continues the run'
+    if given.json:
+        result = {"path": str(path), "checkpoint": str(target), "step": step, "left_out": spans, "moved": moved}
+        say_json({"schema": 1, **result, "resume": resume})
+        return 0
+    say_wrapped(f"{shown_path(path)} goes back from step {reached:,} to step {step:,}: {target.name}")
+    if spans:
+        say_wrapped(f"left out from now on: {', '.join(map(str, spans))}")
+    for folder in dict.fromkeys(place.parent for place in moved):
+        count = sum(place.parent == folder for place in moved)
+        say_wrapped(f"set aside: {counted(count, 'newer checkpoint')}, in {shown_path(folder)}")
+    say_wrapped(f"resume: {resume}")
+    return 0
+
+
+def _steps(text: str) -> range:
+    """Read ``A:B`` or ``A``."""
+    match = _STEPS.match(text)
+    first, stop = (int(match[1]), int(match[2] or int(match[1]) + 1)) if match else (0, 0)
+    if first >= stop:
+        raise ConfigurationError(f"--skip {text}: give steps as A:B, from A up to but not including B, or one step A.")
+    return range(first, stop)
+
+
+def _directory(path: Path) -> RunDirectory:
+    absolute = path.absolute()
+    match = _VERSION.match(absolute.name)
+    if match is None:
+        raise ConfigurationError(f"{shown_path(path)} is not the directory of a Trainer's run, such as version_3.")
+    return RunDirectory(absolute.parent.parent, absolute.parent.name, int(match[1]))
+
+
+def _checkpoint_at(step: int, files: RunFiles) -> Path:
+    """Return the newest checkpoint of the run from which it can continue at or before a step.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+
+    def refused(manifest: Manifest) -> str | None:
+        is_own = files.identity is None or run_of(manifest) == files.identity
+        return None if is_own and kind_of(manifest) == "trainer" and furthest(manifest)[0] <= step else "another"
+
+    found = newest_complete(files.checkpoint_directories, refused)
+    if found is None:
+        raise CheckpointError(f"{shown_path(files.directory)} has no checkpoint at or before step {step}.")
+    if problems := verify(found):
+        raise CheckpointError(f"{found.name} is damaged, so move it away and try again: {problems[0]}")
+    return found
+
+
+def _data_of(steps: range, target: int, files: RunFiles, reached: int) -> list[Span]:
+    """Return the data of steps that are made again from step ``target`` on.
+
+    Raises:
+        ConfigurationError: a step is before it.
+        DataError: the run has not reached a step, or left no record of its data.
+    """
+    if steps.start < target:
+        raise ConfigurationError(
+            f"--skip {steps.start}:{steps.stop} begins before step {target}, to which the run goes back: give a "
+            "smaller --to, or none."
+        )
+    return [
+        Span(data.epoch, data.positions.start, data.positions.stop, data.unit)
+        for step in steps
+        for data in data_of_step(files.events.marks, step, reached)
+    ]
