@@ -76,7 +76,7 @@ def _compare(commands: Any) -> None:
 
 def _rewind(commands: Any) -> None:
     text = "make a run continue from an earlier step, without some of its data"
-    details = "Newer checkpoints are moved, not deleted. The next fit with ckpt_path='auto' continues from there."
+    details = "Newer checkpoints are set aside. fit(..., ckpt_path='auto') continues the run."
     parser = add_command(commands, "rewind", rewind_run, text, "phalanx rewind version_3 --skip 801:806", details)
     parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
     to = "go back to the newest checkpoint at or before this step (default: the first of --skip)"

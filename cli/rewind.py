@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..framework.checkpoint.inspect_manifest import kind_of
@@ -33,31 +34,47 @@ def rewind_run(given: argparse.Namespace) -> int:
     skipped = [_steps(text) for text in given.skip]
     if given.to is None and not skipped:
         raise ConfigurationError("give --to N, --skip A:B, or both.")
-    wanted = min(steps.start for steps in skipped) if given.to is None else given.to
     directory = _directory(path)
-    # Held until this process ends: no fit may begin in between.
+    # No fit may begin in between.
     directory.acquire(fresh=False)
-    files = RunFiles(path)
+    try:
+        target, rewind, moved = _go_back(RunFiles(path), given.to, skipped)
+    finally:
+        directory.release()
+    resume = build_report(RunFiles(path))["why"]["resume"] or 'fit(..., ckpt_path="auto") continues the run'
+    if given.json:
+        found = {"checkpoint": str(target), "step": rewind.to_step, "left_out": rewind.left_out, "moved": moved}
+        say_json({"schema": 1, "path": str(path), **found, "resume": resume})
+        return 0
+    say_wrapped(
+        f"{shown_path(path)} goes back from step {rewind.from_step:,} to step {rewind.to_step:,}: {target.name}"
+    )
+    if rewind.left_out:
+        say_wrapped(f"left out from now on: {', '.join(map(str, rewind.left_out))}")
+    for folder in dict.fromkeys(place.parent for place in moved):
+        count = sum(place.parent == folder for place in moved)
+        say_wrapped(f"set aside: {counted(count, 'newer checkpoint')}, in {shown_path(folder)}")
+    say_wrapped(f"resume: {resume}")
+    return 0
+
+
+def _go_back(files: RunFiles, to: int | None, skipped: Sequence[range]) -> tuple[Path, Rewind, list[Path]]:
+    """Record a rewind; return the checkpoint, the record, and where the newer checkpoints are now.
+
+    Args:
+        files: those of the run.
+        to: the step to go back to; None for the first one of ``skipped``.
+        skipped: the steps whose data is left out.
+    """
+    wanted = min(steps.start for steps in skipped) if to is None else to
     reached = max((each.reached for each in files.events.attempts), default=0)
     if not 0 <= wanted <= reached:
         raise ConfigurationError(f"step {wanted}: the run has made {counted(reached, 'step')}, counted from 0.")
     target = _checkpoint_at(wanted, files)
     step = furthest(read_manifest(target))[0]
     spans = joined(span for steps in skipped for span in _data_of(steps, step, files, reached))
-    moved = add_rewind(path, files.checkpoint_directories, target, Rewind(COMMAND, reached, step, target.name, spans))
-    resume = build_report(RunFiles(path))["why"]["resume"] or 'fit(..., ckpt_path="auto") continues the run'
-    if given.json:
-        result = {"path": str(path), "checkpoint": str(target), "step": step, "left_out": spans, "moved": moved}
-        say_json({"schema": 1, **result, "resume": resume})
-        return 0
-    say_wrapped(f"{shown_path(path)} goes back from step {reached:,} to step {step:,}: {target.name}")
-    if spans:
-        say_wrapped(f"left out from now on: {', '.join(map(str, spans))}")
-    for folder in dict.fromkeys(place.parent for place in moved):
-        count = sum(place.parent == folder for place in moved)
-        say_wrapped(f"set aside: {counted(count, 'newer checkpoint')}, in {shown_path(folder)}")
-    say_wrapped(f"resume: {resume}")
-    return 0
+    rewind = Rewind(COMMAND, reached, step, target.name, spans)
+    return target, rewind, add_rewind(files.directory, files.checkpoint_directories, target, rewind)
 
 
 def _steps(text: str) -> range:

@@ -35,7 +35,10 @@ class LeftOut:
     def __bool__(self) -> bool:
         return bool(self._spans)
 
-    def __contains__(self, batch: int) -> bool:
-        """Whether the window that begins after ``batch`` global micro-batches of the epoch is left out."""
-        item = items_after(batch, self._first, self._span, self._total)
-        return any(span.first <= item < span.end for span in self._spans)
+    def touches(self, batch: int, count: int) -> bool:
+        """Whether the window of ``count`` global micro-batches after ``batch`` has items that are left out.
+
+        It may have others too: on another number of ranks, windows begin at other items.
+        """
+        first, stop = (items_after(each, self._first, self._span, self._total) for each in (batch, batch + count))
+        return any(span.first < stop and first < span.end for span in self._spans)

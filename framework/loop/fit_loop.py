@@ -22,11 +22,11 @@ knows: ranks that decide differently would call different collectives, and the j
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.errors import DataError
-from ..data.accumulation_window import Windows
+from ..data.accumulation_window import MicroBatches, Windows
 from ..metrics.no_log import NoLog
 from ..resume.ended_fit import EndedFit
 from ..resume.preempted_save import agree, leave_if_preempted
@@ -232,10 +232,11 @@ class FitLoop:
         """Return the step for the windows of the epoch in progress."""
         left_out, step, progress = self.windows.left_out_now(), self.step, self.run.progress
 
-        def step_or_pass(*window: Any) -> bool:
-            if progress.batch_in_epoch not in left_out:
-                return step(*window)
-            step.pass_over(*window)
+        def step_or_pass(batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
+            consumed = size if samples is None else 1
+            if not left_out.touches(progress.batch_in_epoch, consumed):
+                return step(batches, size, samples)
+            step.pass_over(batches, consumed)
             return True
 
         return step_or_pass if left_out else step

@@ -96,11 +96,11 @@ class TrainingStep:
             if self.attendance.was_called:
                 self.meet_calls()
 
-    def pass_over(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> None:
-        """Count a window that the run leaves out, after reading this rank's micro-batches. Not collective."""
+    def pass_over(self, batches: MicroBatches, consumed: int) -> None:
+        """Read this rank's micro-batches of a window that the run leaves out, and count it. Not collective."""
         for _ in batches:
             pass
-        self.advance(size if samples is None else 1)
+        self.advance(consumed)
         self.note_left_out()
 
     def meet_calls(self) -> None:

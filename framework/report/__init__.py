@@ -11,6 +11,7 @@ from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
     from .finish import add_to_report as add_to_report, amend_report as amend_report, finish_report as finish_report
+    from .rewinds import rewinds_of as rewinds_of
     from .saved import best_checkpoint as best_checkpoint
     from .verdicts import how_to_resume as how_to_resume
 
@@ -18,6 +19,7 @@ __getattr__ = on_call(
     __name__,
     {
         ".finish": "add_to_report amend_report finish_report",
+        ".rewinds": "rewinds_of",
         ".saved": "best_checkpoint",
         ".verdicts": "how_to_resume",
     },

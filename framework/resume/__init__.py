@@ -15,12 +15,14 @@ if TYPE_CHECKING:
         restore_groups_and_freezing as restore_groups_and_freezing,
         restore_run as restore_run,
     )
+    from .rewind import go_back as go_back
     from .save_directory import make_ready as make_ready
 
 _HOMES = {
     ".capture": "capture_run",
     ".export": "check_export export_module export_run",
     ".restore": "agree_on_resumption load_model restore_groups_and_freezing restore_run",
+    ".rewind": "go_back",
     ".save_directory": "make_ready",
 }
 

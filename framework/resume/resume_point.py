@@ -15,7 +15,7 @@ from ..core.errors import CheckpointError, ConfigurationError, StorageError, did
 from ..distributed.collective_errors import on_rank_zero
 from ..distributed.world import World
 from ..launch.restart_policy import FitRecord, earlier_fit, largest_micro_batch, memory_of_next_fit, record_fit
-from ..report.rewinds import rewinds_of
+from ..report import rewinds_of
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory
 from .checkpoint_search import Origin, Search, is_interrupted

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..checkpoint.manifest import Manifest
     from ..run.run import Run
 
-REWIND = "rewind"
-"""The value of ``nonfinite``."""
 MOST_WINDOWS = 100
 """Optimizer steps whose data is left out by one rewind, at most."""
 MOST_REWINDS = 10

@@ -29,7 +29,6 @@ from ..resume.checkpoint_search import Origin
 from ..resume.data_module_state import restore_data_module
 from ..resume.rank_state import restore_rank
 from ..resume.resume_point import claim_again, claim_directory, find_checkpoint
-from ..resume.rewind import REWIND
 from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
 from ..state.switched_weights import SwitchedWeights
@@ -40,6 +39,7 @@ from .loop_assembly import build_loop, build_step, check_limits, evaluation_plan
 from .model_placement import load_pretrained, place_model
 from .plugins import merged_callbacks
 from .script_ranks import restarts_exhausted
+from .settings import REWIND
 
 if TYPE_CHECKING:
     from ..api.callback import Callback

@@ -22,9 +22,9 @@ from ..loop.recovering_step import RecoveringStep, can_repeat, check_recovery
 from ..memory.available_memory import disk_free, host_memory
 from ..parallel.strategy import Routed
 from ..resume.preempted_save import RESCUED, own_path
-from ..resume.rewind import REWIND
 from ..resume.snapshots import AUTO, COPIES, NoSnapshots, Snapshots
 from ..run.overrides import is_overridden
+from .settings import REWIND
 
 if TYPE_CHECKING:
     from collections.abc import Callable

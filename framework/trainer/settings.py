@@ -18,7 +18,6 @@ from ..launch.signals import check_signals
 from ..parallel.strategy import Strategy
 from ..profiling.profiler import Profiler
 from ..profiling.resolve import resolve_profiler
-from ..resume.rewind import REWIND
 from ..watchdog.heartbeat import StallTimeout, resolve_stall_timeout
 from .rules import (
     Limit,
@@ -37,6 +36,9 @@ from .rules import (
     positive_number,
     unsupported,
 )
+
+REWIND = "rewind"
+"""The value of ``nonfinite`` with which a fit goes back."""
 
 
 def _setting(default: Any, documentation: str, rule: Rule | None = None) -> Any:

@@ -23,8 +23,8 @@ from ..parallel.compilation import uncompiled
 from ..parallel.elsewhere import guard_absent, unguard
 from ..parallel.strategy_checks import remark_on_windows
 from ..report import add_to_report, finish_report, how_to_resume
+from ..resume import go_back
 from ..resume.checkpoint_search import Origin, shared_directories
-from ..resume.rewind import REWIND, go_back
 from ..state import encode_known
 from ..system.console import terminal_columns
 from ..system.environment import current_job, hiding_secrets, own_records
@@ -38,6 +38,7 @@ from .run_documents import configuration, outcome
 from .run_record import start_recording
 from .run_report import box, end_lines, next_lines, start_lines
 from .script_ranks import note_exhausted
+from .settings import REWIND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
