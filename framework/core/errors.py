@@ -78,6 +78,12 @@ class StalledError(PhalanxError):
     exit_code = 76
 
 
+class CorruptionError(PhalanxError):
+    """A rank has computed or held other numbers than it should, as a fault of memory or of a processor makes it."""
+
+    exit_code = 77
+
+
 class DataError(PhalanxError):
     """A loader yields no batch, or batches that break its contract."""
 

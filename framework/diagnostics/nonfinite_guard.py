@@ -74,6 +74,8 @@ class NonFiniteGuard:
         self.policy = policy
         self.bad: Seen | None = None
         """First non-finite loss of this rank since the last update."""
+        self.waits = False
+        """Whether a loss is handled after the passes of its window, in one process too."""
         self.in_a_row = 0
         """Number of consecutive skipped updates; an update that is applied resets it to 0."""
         self.skipped = 0
@@ -94,7 +96,7 @@ class NonFiniteGuard:
         """Record a non-finite loss of this rank. In one process, ``raise`` raises immediately."""
         if self.bad is None:
             self.bad = Seen(loss, batch, index)
-        if self.policy == "raise" and self.run.world.size == 1:
+        if self.policy == "raise" and self.run.world.size == 1 and not self.waits:
             self.handle_loss()
 
     def agree(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,11 +27,12 @@ class OptimizerRecord:
         changed = [*parameters_of(optimizer)]
         changed += [each.grad for each in changed if each.grad is not None]
         changed += [slot for slots in self._state.values() for slot in slots.values() if isinstance(slot, Tensor)]
-        self._versions = [(tensor, tensor._version) for tensor in changed]
+        self.tensors = changed
+        self._versions = [tensor._version for tensor in changed]
 
     def is_unchanged(self) -> bool:
         """Whether no weight, gradient or state has changed in place."""
-        return all(tensor._version == version for tensor, version in self._versions)
+        return self._versions == [tensor._version for tensor in self.tensors]
 
     def restore_state(self) -> None:
         """Remove state that was created since, and put back tensors and numbers that were replaced."""
@@ -45,6 +47,21 @@ class OptimizerRecord:
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             group.clear()
             group.update(options)
+
+
+class OptimizerCopy:
+    """Copies of what an optimizer updates, and of its gradients, so that an update can be undone."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._record = OptimizerRecord(optimizer)
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in self._record.tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo an update. Any number of times."""
+        self._record.restore_state()
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
 
 
 def update_or_repeat(optimizer: Optimizer, step: Callable[[], T], note: Callable[[], Any]) -> T:

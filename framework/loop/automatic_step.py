@@ -48,6 +48,8 @@ class AutomaticStep(TrainingStep):
     """Whether gradients are reduced after the last backward pass, instead of in it."""
     around_update: Callable[[Callable[[], bool]], bool] | None = None
     """Calls the update of the weights; None to call it directly."""
+    accepts: Callable[[], bool] | None = None
+    """Returns whether the gradients of a window are used; if not, the window is run again. None: they are."""
 
     def __init__(
         self,
@@ -149,7 +151,10 @@ class AutomaticStep(TrainingStep):
 
     def _end_window(self, ended: tuple[Any, Any, int] | None, consumed: int, index: int) -> None:
         """Update, and call the hooks of the last micro-batch: its output, itself and its index, None without one."""
-        self._update(*self.flags.read(self.guard.sees_losses), consumed, index)
+        has_loss, nonfinite = self.flags.read(self.guard.sees_losses)
+        if self.accepts is not None and has_loss and not self.accepts():
+            return
+        self._update(has_loss, nonfinite, consumed, index)
         self.run.in_window = False
         # Callbacks may call collectives after an update, for example to save, so ranks without a loss call them too.
         if ended is not None and not self.epoch_skipped:

@@ -40,6 +40,7 @@ from .fit_plan import FitPlan, estimate_steps
 from .fit_validation import FitValidation
 from .manual_step import ManualStep
 from .sequence_check import check_parts
+from .verified_step import VerifiedStep
 
 _REDUCED = NoLog(
     "on_train_epoch_end of a callback that monitors, which runs after the metrics of the epoch are reduced",
@@ -55,6 +56,8 @@ class FitLoop:
         self.plan = plan
         self.windows = windows
         self.step: AutomaticStep | ManualStep
+        self._window_step: Callable[..., bool]
+        """Runs a window: the step, or what verifies it."""
         self._reload_every = 0
         self._reload: Callable[[], None] | None = None
         self.validation = FitValidation(run, plan, clock)
@@ -69,9 +72,24 @@ class FitLoop:
         self.ended: EndedFit | None = None
         """The state of the end of the fit, once that is reached."""
 
-    def use_step(self, step: AutomaticStep | ManualStep, transfer: Callable[[Any, int], Any] | None) -> None:
-        """Train with this step; ``transfer`` moves validation batches to the device."""
-        self.step = step
+    def use_step(
+        self,
+        step: AutomaticStep | ManualStep,
+        transfer: Callable[[Any, int], Any] | None,
+        verify_every: int | None = None,
+    ) -> None:
+        """Train with this step.
+
+        Args:
+            step: the step.
+            transfer: moves validation batches to the device.
+            verify_every: the number of optimizer steps of which one is verified; None for no verification.
+        """
+        self.step = self._window_step = step
+        if verify_every is not None:
+            assert isinstance(step, AutomaticStep)
+            self._window_step = verified = VerifiedStep(step, verify_every)
+            self.run.saver.before_save = verified.compare_ranks
         step.note_left_out = self.windows.mark
         if self.plan.validation is not None:
             self.plan.validation.use_transfer(transfer)
@@ -230,13 +248,13 @@ class FitLoop:
 
     def _step_of_epoch(self) -> Callable[..., bool]:
         """Return the step for the windows of the epoch in progress."""
-        left_out, step, progress = self.windows.left_out_now(), self.step, self.run.progress
+        left_out, step, progress = self.windows.left_out_now(), self._window_step, self.run.progress
 
         def step_or_pass(batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
             consumed = size if samples is None else 1
             if not left_out.touches(progress.batch_in_epoch, consumed):
                 return step(batches, size, samples)
-            step.pass_over(batches, consumed)
+            self.step.pass_over(batches, consumed)
             return True
 
         return step_or_pass if left_out else step

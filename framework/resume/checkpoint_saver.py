@@ -68,6 +68,8 @@ class Saver:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.base: FrozenBase | None = None
+        self.before_save: Callable[[], None] | None = None
+        """Called before each save, on all ranks; it raises if the state must not be saved."""
         self._windows: Windows | None = None
         self._staging = Staging(run.world.device)
         self._deletion = BackgroundDeletion()
@@ -142,6 +144,8 @@ class Saver:
                 "save_checkpoint was called within an optimizer step, where gradients are incomplete: call "
                 "it in on_train_batch_end once trainer.global_step has grown, or at an epoch's end."
             )
+        if self.before_save is not None:
+            self.before_save()
         notes: list[str] = []
         error: BaseException | None = None
         with run.heartbeat.section("save"):
@@ -187,7 +191,7 @@ class Saver:
         pending, self._pending, over = self._pending, None, True
         self._staging.close()
         # The reference would keep the worker processes of the data alive.
-        self._windows = None
+        self._windows = self.before_save = None
         if pending is not None:
             alone = self._run.world.size == 1
             if not pending.work.wait(0.2 if alone else _GRACE_SECONDS[alone]) and alone:

@@ -240,7 +240,7 @@ def _attach_step(
     if not settings.barebones and visible:
         run.meter.count_flops(FlopCount())
     step = build_step(run, loop.windows, settings, train_transfer)
-    loop.use_step(step, transfer)
+    loop.use_step(step, transfer, settings.given.verify_every)
 
 
 def _distribute(run: Run, pretrained: LoadPlan | None, training: bool, routed: Routed) -> None:

@@ -43,6 +43,11 @@ def check_fit(
     """
     check_module(module, "fit")
     check_manual(module, settings)
+    if settings.given.verify_every is not None and not module.automatic_optimization:
+        raise ConfigurationError(
+            "verify_every computes a step again before its update, and with automatic_optimization = False "
+            "training_step makes the updates: leave verify_every out."
+        )
     check_devices(module)
     check_backward(module, resources.strategy)
     check_placed(resources.strategy, module, training=True)

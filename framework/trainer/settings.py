@@ -223,6 +223,13 @@ class TrainerSettings:
         'percent of the time; None: ``"auto"`` with ``max_restarts``; False: never.',
         every_steps,
     )
+    verify_every: int | None = _setting(
+        None,
+        "after how many optimizer steps one is computed twice and compared bit for bit, as are weights that several "
+        "ranks hold. A step with a wrong number is repeated and its rank named; a run whose weights are wrong ends "
+        "with exit code 77.",
+        at_least(1),
+    )
     stall_timeout: StallTimeout = _setting(
         None,
         "after how many seconds (or which ``timedelta``) without progress a run ends with exit code 76, with the "

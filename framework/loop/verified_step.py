@@ -1,0 +1,251 @@
+"""``VerifiedStep``: optimizer steps that are computed twice, and compared bit for bit.
+
+A processor or a memory that computes wrongly says nothing (Dixit et al., Silent Data Corruptions at Scale, 2021). In
+every n-th optimizer step:
+
+    all ranks compare the weights and optimizer states that they hold in common
+    run the passes of the window; hash the losses, and the gradients before and after their reduction
+    undo what the passes have changed; run them again, with the same random numbers; hash again, the weights too
+    all ranks agree on whether anything differed
+    if so: run them once more; the result that two runs agree on counts, and the ranks that differed are named
+    compute the update of local tensors twice, and compare it likewise
+    the hooks at the end of the batch, which may save
+
+Weights that change while no update runs, or that differ between ranks, cannot be repaired here. The run ends, and a
+restart goes on from a snapshot or a checkpoint of before.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..core.errors import ConfigurationError, CorruptionError
+from ..data.accumulation_window import MicroBatches
+from ..distributed.seed import Generators
+from .atomic_update import OptimizerCopy
+from .automatic_step import AutomaticStep
+from .step_evidence import Evidence, Hashes, StateHashes, first_difference, folded
+from .window_state import WindowState
+
+_MOST_RUNS = 3
+_GO_ON = "The run goes on from a snapshot or checkpoint of before, with max_restarts or ckpt_path='auto'."
+
+
+class VerifiedStep:
+    """Calls a step, and verifies the first optimizer step of a fit and every n-th one.
+
+    Args:
+        step: the step.
+        every: the number of optimizer steps.
+    """
+
+    def __init__(self, step: AutomaticStep, every: int) -> None:
+        self._step, self._run, self._every = step, step.run, every
+        self._state = StateHashes(step.run)
+        self._weights: Hashes = {}
+        """Hashes of the weights before the step."""
+        self._evidence = Evidence(step.run)
+        self._runs: list[Hashes] = []
+        self._is_repeated, self._is_first = False, True
+        self._micro_batch: int | None = None
+        """The size of micro-batches that was found, before the step."""
+        # An engine's update contains collectives, and keeps no gradients.
+        self._repeats_update = not step.strategy.traits.takes_one_optimizer and step.scaler is None
+
+    def __call__(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
+        """Run a window of micro-batches; return False at the end of the epoch. Collective. See ``AutomaticStep``.
+
+        Raises:
+            CorruptionError: on all ranks; no two computations of the step agree, weights have changed without an
+                update, or they differ between ranks.
+            ConfigurationError: on all ranks; the first step computes other numbers each time.
+        """
+        step = self._step
+        if self._run.progress.attempts % self._every and not self._is_first:
+            return step(batches, size, samples)
+        self.compare_ranks()
+        held, self._runs = _Held(batches), []
+        apply, is_short = step.apply, step.unweighted_single_rank
+        self._micro_batch = self._size()
+        step.accepts, step.unweighted_single_rank, step.guard.waits = self._accepts, False, True
+        if self._repeats_update:
+            step.apply = self._twice(apply)
+        try:
+            while True:
+                state, self._is_repeated = WindowState(step), False
+                self._evidence = Evidence(self._run)
+                with self._evidence.collecting(step.passes):
+                    continues = step(held, size, samples)
+                if not self._is_repeated:
+                    break
+                state.restore()
+                step.updater.discard(step.optimizer)
+        finally:
+            step.accepts, step.apply, step.unweighted_single_rank, step.guard.waits = None, apply, is_short, False
+        self._is_first = False
+        return continues
+
+    # ---- the passes -------------------------------------------------------------------------------------------------
+
+    def _accepts(self) -> bool:
+        """Return whether the gradients of the newest run count; otherwise the passes run again. Collective."""
+        runs = self._runs
+        if self._size() != self._micro_batch:
+            # A rank has run out of memory: sums over other micro-batches are rounded differently.
+            return True
+        runs.append(self._evidence.read(self._run.optimizers))
+        if len(runs) > 1:
+            changed = first_difference(self._weights, self._state.read()[0])
+            self._check_unchanged(self._on_ranks(changed))
+            others = [self._on_ranks(first_difference(before, runs[-1])) for before in runs[:-1]]
+            if not all(any(found for found in differences) for differences in others):
+                if len(runs) > 2 and not self._is_first:
+                    self._report(self._on_ranks(first_difference(runs[0], runs[1])))
+                return True
+            if len(runs) == _MOST_RUNS:
+                self._refuse(others[-1])
+        self._is_repeated = True
+        return False
+
+    def _size(self) -> int | None:
+        windows = self._step.coming_windows
+        return None if windows is None else windows.found_size
+
+    def _check_unchanged(self, changed: Sequence[str | None]) -> None:
+        if not any(changed):
+            return
+        if self._is_first:
+            what = next(name for name in changed if name)
+            raise ConfigurationError(
+                f"verify_every repeats the passes of a step, and they change {what}: change weights after the update, "
+                "such as in on_train_batch_end, or leave verify_every out."
+            )
+        raise CorruptionError(
+            f"weights have changed at optimizer step {self._run.progress.global_step} without an update: "
+            f"{self._named(changed)}. {_GO_ON}"
+        )
+
+    def _report(self, differences: Sequence[str | None]) -> None:
+        self._run.note(
+            f"Optimizer step {self._run.progress.global_step} was computed wrongly once, and then twice with the same "
+            f"result, which counts: {self._named(differences)} differed. Test that host's memory and processors."
+        )
+
+    def _refuse(self, differences: Sequence[str | None]) -> None:
+        if self._is_first:
+            what = next(name for name in differences if name)
+            raise ConfigurationError(
+                f"verify_every compares a step that is computed twice, and each time {what} is another one: keep no "
+                "values between steps in attributes of the module that are not buffers, draw random numbers from the "
+                "global generators, use deterministic kernels (torch.use_deterministic_algorithms), or leave "
+                "verify_every out."
+            )
+        raise CorruptionError(
+            f"optimizer step {self._run.progress.global_step} was computed {_MOST_RUNS} times with as many results: "
+            f"{self._named(differences)} differed. {_GO_ON}"
+        )
+
+    # ---- the update -------------------------------------------------------------------------------------------------
+
+    def _twice(self, apply: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a function that computes an update until two results agree, at most three times."""
+
+        def update() -> bool:
+            copy, results = OptimizerCopy(self._step.optimizer), list[Hashes]()
+            while True:
+                applied = apply()
+                results.append(self._state.read()[0])
+                if len(results) > 1:
+                    others = [self._on_ranks(first_difference(before, results[-1])) for before in results[:-1]]
+                    if not all(any(found for found in differences) for differences in others):
+                        if len(results) > 2:
+                            self._report(self._on_ranks(first_difference(results[0], results[1])))
+                        return applied
+                    if len(results) == _MOST_RUNS:
+                        self._refuse(others[-1])
+                copy.restore()
+
+        return update
+
+    # ---- ranks ------------------------------------------------------------------------------------------------------
+
+    def compare_ranks(self) -> None:
+        """Compare the weights and optimizer states of ranks that hold the same. Collective.
+
+        Raises:
+            CorruptionError: on all ranks; they differ.
+        """
+        self._weights, place = self._state.read()
+        world = self._run.world
+        rows = world.all_gather_object((place, folded(self._weights)))
+        groups: dict[int, dict[int, list[int]]] = {}
+        for rank, (own, value) in enumerate(rows):
+            groups.setdefault(own, {}).setdefault(value, []).append(rank)
+        if all(len(kinds) == 1 for kinds in groups.values()):
+            return
+        everyone = world.all_gather_object(self._weights)
+        differences: list[str | None] = [None] * world.size
+        for kinds in groups.values():
+            most, *others = sorted(kinds.values(), key=len, reverse=True)
+            for ranks in others:
+                what = first_difference(everyone[most[0]], everyone[ranks[0]])
+                # Of two kinds of equally many ranks neither is known to be right.
+                for rank in ranks if len(ranks) < len(most) else [*most, *ranks]:
+                    differences[rank] = what
+        raise CorruptionError(
+            f"ranks that hold the same weights differ before optimizer step {self._run.progress.global_step}: "
+            f"{self._named(differences)}. {_GO_ON}"
+        )
+
+    def _on_ranks(self, difference: str | None) -> list[str | None]:
+        """Return what differs on each rank. Collective."""
+        return self._run.world.all_gather_object(difference)
+
+    def _named(self, differences: Sequence[str | None]) -> str:
+        """Return what differed, on which ranks and hosts. Collective.
+
+        A wrong gradient of one rank makes the average wrong on all: only ranks with the earliest difference are named.
+        """
+        hosts = self._run.world.all_gather_object(socket.gethostname())
+        first = min(_order(each) for each in differences if each)
+        ranks = [rank for rank, each in enumerate(differences) if each and _order(each) == first]
+        what = differences[ranks[0]]
+        return f"{what} on " + " and ".join(f"rank {rank} (host {hosts[rank]})" for rank in ranks)
+
+
+def _order(difference: str) -> int:
+    return next(number for number, kind in enumerate(("the loss", "this rank's", "")) if difference.startswith(kind))
+
+
+class _Held:
+    """The micro-batches of a window, which can be iterated over again with the same random numbers."""
+
+    def __init__(self, batches: MicroBatches) -> None:
+        self._batches = batches
+        self._read: list[tuple[Any, Generators]] = []
+        self._begun: Generators | None = None
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun is None:
+            self._begun = Generators()
+            for batch in self._batches:
+                # The step may change the batch in place.
+                self._read.append((_copied(batch), Generators()))
+                yield batch
+            return
+        self._begun.put_back()
+        for batch, generators in self._read:
+            generators.put_back()
+            yield _copied(batch)
+
+
+def _copied(batch: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
