@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..checkpoint.write_plan import Shard
 from ..core.optimizer_config import parameters_of
 from ..parallel.compilation import is_compiled_by_user
 from ..parallel.parameter_names import canonical_names, names_of
@@ -64,25 +65,38 @@ class StateHashes:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def read(self) -> tuple[Hashes, int]:
-        """Return the hashes of this rank's part, and a number that ranks with the same part share. Collective."""
+    def read(self) -> list[tuple[int, Hashes]]:
+        """Return the hashes of this rank's parts, each with a number that ranks with the same part share. Collective.
+
+        The parts are the canonical state, and the weights of which forward passes use a copy.
+        """
         run, names = self._run, names_of(self._run.module)
-        found: dict[str, Tensor] = {}
-        places: Hashes = {}
         canonical = canonical_names(run.module)
-        trained = {canonical(name) for name, _ in run.module.named_parameters(remove_duplicate=False)}
+        parameters = {canonical(name): each for name, each in run.module.named_parameters()}
+        found: dict[str, Shard] = {}
         for name, shard in run.strategy.state.model_state(run.module).items():
             # Buffers may change in a forward pass, and differ between ranks.
-            if canonical(name) in trained:
-                found[canonical(name)] = shard.tensor
-                places[canonical(name)] = hash((shard.shape, shard.offsets))
+            if canonical(name) in parameters:
+                found[canonical(name)] = shard
         for optimizer in run.optimizers:
             for parameter, slots in run.strategy.state.optimizer_state(optimizer):
                 for slot, value in slots.items():
-                    if isinstance(getattr(value, "tensor", None), Tensor):
-                        name = f"{slot} of {names.get(id(parameter), 'a parameter')}"
-                        found[name], places[name] = value.tensor, hash((value.shape, value.offsets))
-        return read({name: hash_of(tensor) for name, tensor in found.items()}), folded(places)
+                    if isinstance(value, Shard):
+                        found[f"{slot} of {names.get(id(parameter), 'a parameter')}"] = value
+        held = {shard.tensor.data_ptr() for shard in found.values()}
+        used = {
+            f"the copy of {name} for forward passes": Shard.whole(each.detach())
+            for name, each in parameters.items()
+            if not isinstance(each, DTensor) and each.data_ptr() not in held
+        }
+        return [
+            (
+                folded({name: hash((shard.shape, shard.offsets)) for name, shard in part.items()}),
+                read({name: hash_of(shard.tensor) for name, shard in part.items()}),
+            )
+            for part in (found, used)
+            if part
+        ]
 
 
 class Evidence:

@@ -100,7 +100,7 @@ class VerifiedStep:
             return True
         runs.append(self._evidence.read(self._run.optimizers))
         if len(runs) > 1:
-            changed = first_difference(self._weights, self._state.read()[0])
+            changed = first_difference(self._weights, _together(self._state.read()))
             self._check_unchanged(self._on_ranks(changed))
             others = [self._on_ranks(first_difference(before, runs[-1])) for before in runs[:-1]]
             if not all(any(found for found in differences) for differences in others):
@@ -159,7 +159,7 @@ class VerifiedStep:
             copy, results = OptimizerCopy(self._step.optimizer), list[Hashes]()
             while True:
                 applied = apply()
-                results.append(self._state.read()[0])
+                results.append(_together(self._state.read()))
                 if len(results) > 1:
                     others = [self._on_ranks(first_difference(before, results[-1])) for before in results[:-1]]
                     if not all(any(found for found in differences) for differences in others):
@@ -180,20 +180,23 @@ class VerifiedStep:
         Raises:
             CorruptionError: on all ranks; they differ.
         """
-        self._weights, place = self._state.read()
+        parts = self._state.read()
+        self._weights = _together(parts)
         world = self._run.world
-        rows = world.all_gather_object((place, folded(self._weights)))
+        rows = world.all_gather_object([(place, folded(hashes)) for place, hashes in parts])
         groups: dict[int, dict[int, list[int]]] = {}
-        for rank, (own, value) in enumerate(rows):
-            groups.setdefault(own, {}).setdefault(value, []).append(rank)
-        if all(len(kinds) == 1 for kinds in groups.values()):
+        for rank, row in enumerate(rows):
+            for place, value in row:
+                groups.setdefault(place, {}).setdefault(value, []).append(rank)
+        odd = {place: kinds for place, kinds in groups.items() if len(kinds) > 1}
+        if not odd:
             return
-        everyone = world.all_gather_object(self._weights)
+        everyone = world.all_gather_object(dict(parts))
         differences: list[str | None] = [None] * world.size
-        for kinds in groups.values():
+        for place, kinds in odd.items():
             most, *others = sorted(kinds.values(), key=len, reverse=True)
             for ranks in others:
-                what = first_difference(everyone[most[0]], everyone[ranks[0]])
+                what = first_difference(everyone[most[0]][place], everyone[ranks[0]][place])
                 # Of two kinds of equally many ranks neither is known to be right.
                 for rank in ranks if len(ranks) < len(most) else [*most, *ranks]:
                     differences[rank] = what
@@ -216,6 +219,10 @@ class VerifiedStep:
         ranks = [rank for rank, each in enumerate(differences) if each and _order(each) == first]
         what = differences[ranks[0]]
         return f"{what} on " + " and ".join(f"rank {rank} (host {hosts[rank]})" for rank in ranks)
+
+
+def _together(parts: Sequence[tuple[int, Hashes]]) -> Hashes:
+    return {name: value for _, hashes in parts for name, value in hashes.items()}
 
 
 def _order(difference: str) -> int:
