@@ -46,6 +46,7 @@ help:
 	@echo "make deadlocks  run fits with uneven data and signals at random points: no rank may wait forever (TRIALS=200)"
 	@echo "make soak     kill a rank every 30 s for 10 minutes, and see how much of the time is trained"
 	@echo "make memory     let a rank run out of memory at random points: the losses must stay the same (TRIALS=200)"
+	@echo "make flips    flip single bits under verify_every: each must be found and named, and none saved (TRIALS=100 for each strategy)"
 	@echo "make faults   plant an exception at every place where a run may fail, and see that it ends within 2 s"
 	@echo "make lint | types | format | clean"
 
@@ -218,6 +219,10 @@ deadlocks: $(DEV)
 # ARGS='--seed 1000'
 memory: $(DEV)
 	$(PY) tests/memory_trials.py --trials $(TRIALS) $(ARGS)
+
+# Single bits are flipped in fits that verify their steps. ARGS='--strategies ddp --places weights --seed 7'
+flips: $(DEV)
+	$(PY) tests/flip_trials.py --trials $(TRIALS) $(ARGS)
 
 # ARGS='--minutes 10 --every 30 --strategy fsdp'
 soak: $(DEV)

@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).with_name("recovery_run.py")
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "fsdp tp=2")
 LIMIT_SECONDS = 120.0
 KILLS = 4
-_COMPARED = ("weights", "metrics", "steps", "tensors", "figures")
+COMPARED = ("weights", "metrics", "steps", "tensors", "figures")
 
 
 @dataclass
@@ -134,7 +134,7 @@ def run_trials(
         try:
             disturbed(root, arguments, min(kills, trials - before), number % 2 == 1, choice, tally)
             result = result_of(root)
-            if wrong := [key for key in _COMPARED if result[key] != expected[key]]:
+            if wrong := [key for key in COMPARED if result[key] != expected[key]]:
                 raise Killed(f"different: {wrong}")
             tally.identical += tally.trials - before
         except Killed as error:

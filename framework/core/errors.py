@@ -8,6 +8,7 @@
     ├── StorageError (OSError)                  74   a directory that cannot be written
     ├── Preempted                               75   stopped from outside after saving: run the same command again
     ├── StalledError                            76   a section exceeded its time limit
+    ├── CorruptionError                         77   a rank that has computed or held other numbers than it should
     ├── DataError                                1   a loader that yields no batch, or batches that break its contract
     ├── LoopError                                1   a step method that returns the wrong thing
     ├── MetricError                              1   a metric that is unknown, or logged differently on another rank

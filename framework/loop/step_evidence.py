@@ -148,8 +148,8 @@ class Evidence:
         canonical = canonical_names(run.module)
         found |= {f"this rank's gradient of {canonical(name)}": value for name, value in self._own.items()}
         for parameter in (each for optimizer in optimizers for each in parameters_of(optimizer)):
-            is_local = isinstance(parameter, DTensor) or parameter.grad is not None
-            gradient = parameter.grad if is_local else run.strategy.gradients.full(parameter)
+            is_shard = isinstance(parameter, DTensor)
+            gradient = parameter.grad if is_shard else run.strategy.gradients.full(parameter)
             if gradient is not None:
                 found[f"the averaged gradient of {names.get(id(parameter), 'a parameter')}"] = hash_of(gradient)
         return read(found)

@@ -102,14 +102,23 @@ class VerifiedStep:
         if len(runs) > 1:
             changed = first_difference(self._weights, _together(self._state.read()))
             self._check_unchanged(self._on_ranks(changed))
-            others = [self._on_ranks(first_difference(before, runs[-1])) for before in runs[:-1]]
-            if not all(any(found for found in differences) for differences in others):
-                if len(runs) > 2 and not self._is_first:
-                    self._report(self._on_ranks(first_difference(runs[0], runs[1])))
+        self._is_repeated = not self._agrees(runs)
+        return not self._is_repeated
+
+    def _agrees(self, results: Sequence[Hashes]) -> bool:
+        """Return whether the newest result is the same as an earlier one, on all ranks. Collective.
+
+        Raises:
+            CorruptionError: on all ranks; too many results differ.
+            ConfigurationError: likewise, in the first step.
+        """
+        for before in results[:-1]:
+            if not any(differences := self._on_ranks(first_difference(before, results[-1]))):
+                if len(results) > 2 and not self._is_first:
+                    self._report(self._on_ranks(first_difference(results[0], results[1])))
                 return True
-            if len(runs) == _MOST_RUNS:
-                self._refuse(others[-1])
-        self._is_repeated = True
+        if len(results) == _MOST_RUNS:
+            self._refuse(differences)
         return False
 
     def _size(self) -> int | None:
@@ -160,14 +169,8 @@ class VerifiedStep:
             while True:
                 applied = apply()
                 results.append(_together(self._state.read()))
-                if len(results) > 1:
-                    others = [self._on_ranks(first_difference(before, results[-1])) for before in results[:-1]]
-                    if not all(any(found for found in differences) for differences in others):
-                        if len(results) > 2:
-                            self._report(self._on_ranks(first_difference(results[0], results[1])))
-                        return applied
-                    if len(results) == _MOST_RUNS:
-                        self._refuse(others[-1])
+                if self._agrees(results):
+                    return applied
                 copy.restore()
 
         return update

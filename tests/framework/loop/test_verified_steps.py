@@ -1,0 +1,175 @@
+"""``verify_every``: steps that are computed twice end as those that are not, and what differs is found and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import flip_trials
+import pytest
+import torch
+from models import Regressor, loader, regression_data, silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from phalanx.callbacks import Callback, ModelCheckpoint
+from phalanx.framework.core.errors import ConfigurationError, CorruptionError
+
+
+class Drawing(Dataset[Any]):
+    """Draws random numbers where samples are read."""
+
+    def __init__(self) -> None:
+        self.data = regression_data(24)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + 0.1 * torch.rand(6), y
+
+
+class Varied(Regressor):
+    """Has what a repetition must undo: dropout, statistics, a batch changed in place, schedules, logged values."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+        self.norm = nn.BatchNorm1d(6)
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        x, y = batch
+        x.mul_(0.9)
+        loss = nn.functional.mse_loss(self.net(self.norm(x)), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def trained(strategy: str, ranks: int, verify_every: int | None, arguments: dict[str, Any]) -> Any:
+    torch.manual_seed(5)
+    module = Varied()
+    trainer = silent_trainer(
+        **({"strategy": strategy, "devices": ranks} | arguments), max_epochs=2, verify_every=verify_every
+    )
+    trainer.fit(module, DataLoader(Drawing(), 4, shuffle=True))
+    tensors = {name: value for name, value in module.state_dict().items() if value.device.type != "meta"}
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {name: value.clone() for name, value in tensors.items()}, logged, module.calls, torch.rand(3)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        {"precision": "16-mixed"},
+        {"global_batch_size": 8, "micro_batch_size": "auto"},
+    ],
+    ids=lambda each: "-".join(each) or "plain",
+)
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero1", "zero2", "zero3"])
+def test_a_verified_run_ends_as_one_that_is_not(strategy: str, arguments: dict[str, Any]) -> None:
+    if strategy.startswith("zero") and "precision" in arguments:
+        arguments = {"precision": "bf16-mixed"}
+    if strategy == "zero3" and "micro_batch_size" in arguments:
+        arguments = {"global_batch_size": 8, "micro_batch_size": 2}
+    for verify_every in (1, 3):
+        if strategy == "single":
+            plain, verified = ([trained("auto", 1, every, arguments)] for every in (None, verify_every))
+        else:
+            plain, verified = (
+                run_on_ranks(2, trained, strategy, 2, every, arguments) for every in (None, verify_every)
+            )
+        for (one, logged, calls, drawn), (other, also, again, same) in zip(plain, verified, strict=True):
+            assert all(torch.equal(value, other[name]) for name, value in one.items())
+            assert logged == also
+            assert torch.equal(drawn, same)
+            assert again > calls
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place"),
+    [
+        (strategy, place)
+        for strategy in flip_trials.STRATEGIES
+        for place in flip_trials.PLACES
+        if (strategy, place) not in flip_trials.NOT_FOR
+    ],
+)
+def test_a_flipped_bit_is_found_named_and_not_saved(strategy: str, place: str, tmp_path: Path) -> None:
+    clean = flip_trials.clean_run(strategy)
+    assert flip_trials.verdict(strategy, place, 7, clean) == "found"
+
+
+class BeforeSaves(Callback):
+    """Changes a weight of one rank between an update and the save after it."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4 and trainer.global_rank == 1:
+            with torch.no_grad():
+                next(module.parameters()).view(torch.int32)[0, 0] ^= 1
+
+
+def saved_after_a_flip(root: str) -> tuple[str, list[str]]:
+    saves = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    trainer = silent_trainer(
+        strategy="ddp", devices=2, max_steps=8, verify_every=100, callbacks=[BeforeSaves(), saves],
+        enable_checkpointing=True, default_root_dir=root,
+    )  # fmt: skip
+    with pytest.raises(CorruptionError) as error:
+        trainer.fit(Regressor(), loader(64))
+    return str(error.value), sorted(path.name for path in Path(root).rglob("*.ckpt"))
+
+
+def test_ranks_that_differ_are_not_saved(tmp_path: Path) -> None:
+    for message, saved in run_on_ranks(2, saved_after_a_flip, str(tmp_path)):
+        assert "net.0.weight on rank 0 (host" in message
+        assert "and rank 1 (host" in message
+        assert saved == ["epoch=0-step=2.ckpt"]
+
+
+class Remembers(Regressor):
+    """Computes with the output of the step before."""
+
+    memory: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        output = self(x) if self.memory is None else self(x) + 0.1 * self.memory
+        self.memory = output.detach()
+        return nn.functional.mse_loss(output, y)
+
+
+class Clamps(Regressor):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            next(self.parameters()).mul_(0.99)
+        return loss
+
+
+class Manual(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Remembers, "each time the loss of micro-batch 0 is another one"),
+        (Clamps, "they change net.0.weight"),
+        (Manual, "automatic_optimization = False"),
+    ],
+)
+def test_programs_whose_steps_cannot_be_repeated_are_refused(module: type[Regressor], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        silent_trainer(max_steps=2, verify_every=1).fit(module(), loader(16))
