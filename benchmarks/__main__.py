@@ -17,6 +17,7 @@ from .checkpoints import checkpoints
 from .growth import growth
 from .memory import memory
 from .ranks import ranks, strategies
+from .snapshots import snapshots
 from .start import start
 from .step import bare, everyday, task, values
 from .tables import ROOT, Table, write
@@ -30,6 +31,7 @@ MEASUREMENTS: dict[str, Callable[[int, bool], Iterator[Table]]] = {
     "ranks": ranks,
     "strategies": strategies,
     "checkpoints": checkpoints,
+    "snapshots": snapshots,
     "memory": memory,
     "growth": growth,
 }

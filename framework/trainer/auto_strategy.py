@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..core.errors import ConfigurationError
 from ..core.registry import STRATEGIES
+from ..core.size_text import size_text
 from ..core.wording import counted
 from ..launch import forked_ranks_can_use_cuda, launch_function
 from ..memory.alternatives import first_micro_batch
@@ -18,6 +19,7 @@ from ..memory.available_memory import Memory, available_memory, bytes_of
 from ..memory.formulas import LAYOUTS
 from ..memory.memory_plan import MemoryPlan, make_plan
 from ..parallel.automatic import candidates
+from ..resume.snapshots import COPIES
 from ..system.environment import nvme_path
 from ..watchdog.heartbeat import LEARNED, SECTIONS
 from .model_measurements import Measurements, is_small, measure, rank_device, ranks_of, summary_of
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
     from ..parallel.resources import Resources
     from .plan_target import PlanTarget
     from .session import Session, StageRequest
+    from .settings import TrainerSettings
 
 _SET_UP = SECTIONS.index("set-up")
+_FP32_BYTES = 4
 
 
 def plan_memory(
@@ -63,7 +67,21 @@ def _plan_here(session: Session, request: StageRequest, activation_bytes: int | 
     memory = target.memory(own, machines.devices)
     if not memory.device_is_host:
         machines = replace(machines, device_type="cuda")
-    return _plan(session, module, memory, measured, machines)
+    plan = _plan(session, module, memory, measured, machines)
+    return plan.with_notes(*_snapshot_notes(session.requested, plan))
+
+
+def _snapshot_notes(requested: TrainerSettings, plan: MemoryPlan) -> list[str]:
+    """Return a note about the host memory that snapshots take, if the fit takes any."""
+    is_asked = bool(requested.snapshots) or (requested.max_restarts > 0 and requested.snapshots is None)
+    one_node = plan.local_size in (None, plan.world_size)
+    if not is_asked or not one_node:
+        return []
+    size, local = plan.size, plan.local_size or plan.world_size
+    needed = COPIES * _FP32_BYTES * (size.elements + round(size.trainable * size.state_slots))
+    free = plan.memory.host * local
+    verdict = "" if needed <= free else ", so none are taken, and restarts begin from checkpoints"
+    return [f"snapshots take {size_text(needed)} of host memory, of {size_text(free)} on the node{verdict}."]
 
 
 def choose_strategy(session: Session, request: StageRequest) -> None:

@@ -406,3 +406,13 @@ def test_degrees_that_fit_are_proposed(mesh_script: Path) -> None:
     found, code = planned(mesh_script, "ddp", 1, options=options)
     assert (code != 0, found["shortage"]) == (True, "device")
     assert "parallel=" in " ".join(found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("given", "takes"), [("snapshots=10", True), ("max_restarts=2", True), ("max_restarts=0", False)]
+)
+def test_the_memory_of_snapshots_is_noted(script: Path, given: str, takes: bool) -> None:
+    script.write_text(SCRIPT.replace("max_steps=1", f"max_steps=1, {given}"))
+    notes = " ".join(planned(script, script.parent, "ddp", 2, 64, "keeps")[0]["notes"])
+    # Three copies of the weights and of both moments of AdamW in fp32.
+    assert (f"snapshots take {size_text(3 * 4 * 3 * PARAMETERS)} of host memory" in notes) is takes
