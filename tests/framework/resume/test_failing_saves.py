@@ -482,7 +482,7 @@ def test_an_old_checkpoint_that_cannot_be_looked_at_stays(tmp_path: Path, monkey
     def refusing(path: Any) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("phalanx.callbacks.checkpoint_records.hide", refusing)
+    monkeypatch.setattr("phalanx.callbacks.model_checkpoint.hide", refusing)
     trainer = quiet_trainer(tmp_path, [every_step(tmp_path / "kept", save_top_k=1)], max_epochs=1)
     notes = capturing(trainer)
     trainer.fit(Tiny(), loader(8))
