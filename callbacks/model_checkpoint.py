@@ -342,7 +342,7 @@ class ModelCheckpoint(Callback):
         path = names.free(self.dirpath, metrics, self._kept.gives_way) if accepted else ""
         return SavePlan(last, path, score, counts=True)
 
-    # ---- records ---------------------------------------------------------------------------------------------------------
+    # ---- records ----------------------------------------------------------------------------------------------------
 
     @property
     def best_model_path(self) -> str:
@@ -538,7 +538,7 @@ class ModelCheckpoint(Callback):
                 notes.append(f"An old checkpoint was not deleted: {error}")
         return notes
 
-    # ---- names -----------------------------------------------------------------------------------------------------------
+    # ---- names ------------------------------------------------------------------------------------------------------
 
     def format_checkpoint_name(
         self,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -11,35 +14,43 @@ from torch import Tensor, nn
 from ..checkpoint import open_checkpoint
 from ..core.absent_names import AbsentValue, lacks
 from ..core.arguments import names_arguments
+from ..core.errors import ConfigurationError
 from ..core.hyperparameters import HyperparametersMixin
 from ..core.optimizer_config import parameters_of
 from ..metrics.metric_log import MetricLog
 from ..metrics.no_log import NoLog
 from ..metrics.torchmetrics_state import logged_items
 from ..parallel.blocks import replace_method
+from ..pretrained import given_at_once, load_alone
+from ..pretrained.request import PretrainedRequest, check_copies, forget_waiting, initialize_rest, requested
+from ..pretrained.transformers_models import empty_tensors
 from ..state import rebuild_module
 from .absent_names import MODULE
-from .module_hooks import ModuleHooks
 from .outside_run import OutsideRun
-from .pretrained_weights import PretrainedWeights
-from .run_access import RunAccess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping, Sequence
     from pathlib import Path
 
+    import torch
     from torch.optim import Optimizer
     from torchmetrics import MetricCollection
     from typing_extensions import Self
 
-    from .contracts import AttachedRun
+    from ..fabric.fabric import Fabric
+    from ..metrics.logger import Logger
+    from ..parallel.sequence_part import SequencePart
+    from .contracts import AttachedRun, CallbackContract, TrainerView
+
+# The modules that were passed to a Trainer or a Fabric, while their runs last.
+_IN_RUNS: WeakSet[TrainModule] = WeakSet()
 
 _LIVE = ("_own_run", "_whole", "_metric_log")
 _LOGS = ("log", "log_dict")
 
 
 @lacks(MODULE, AbsentValue)
-class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixin, nn.Module):
+class TrainModule(HyperparametersMixin, nn.Module):
     """Base class of models with their training. Override ``training_step``, ``configure_optimizers`` and other hooks.
 
     ``training_step`` computes the loss; then the framework runs backward, clips gradients, and steps the optimizer
@@ -57,6 +68,11 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
     example_input_array: Any = None
     _routed_steps: ClassVar = ("training_step", "validation_step", "test_step", "predict_step")
     _metric_log: Any
+    _pretrained_requests: tuple[PretrainedRequest, ...] = ()
+    _pretrained_sources: tuple[dict[str, str], ...] = ()
+    _own_run: AttachedRun | None = None
+    # A weak reference, so that the whole is not a submodule of its part.
+    _whole: ref[TrainModule] | None = None
 
     @names_arguments
     def __init__(self) -> None:
@@ -133,7 +149,196 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
 
         return undo
 
-    # ---- logging --------------------------------------------------------------------------------------------------
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
+        """Return the loss of a micro-batch, a 0-d tensor with the mean over its items, or a mapping with ``"loss"``.
+
+        Returning None skips this micro-batch; its weight stays in the mean. Any subset of ranks may return None.
+        """
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch; with several loaders also takes ``dataloader_idx=0``."""
+
+    def test_step(self, batch: Any, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch."""
+
+    def predict_step(self, batch: Any, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Return predictions for one batch; the default calls the module on it."""
+        return self(batch)
+
+    def batch_weight(self, batch: Any) -> int | float | Tensor:
+        """Return the number of items over which the batch's loss is averaged, such as its tokens without padding.
+
+        The gradient of an optimizer step is that of the weighted mean over all micro-batches of its window, on all
+        ranks.
+        """
+        return 1
+
+    def cut_sequences(self, batch: Any, part: SequencePart) -> Any:
+        """Return this rank's part of a batch: for ``parallel={"cp": ...}``, where ranks share the sequences of a batch.
+
+        Called for every batch before anything else sees it, if it is defined: on a single rank too, where the part is
+        all, so that steps see batches of the same form for any number of ranks. ``part(tensor, dim=1)`` cuts a tensor,
+        and ``part.positions(tensor, dim=1)`` returns the positions of the part, for models that need them:
+        ``return part(tokens), part(targets), part.positions(tokens)``. Targets are shifted before they are cut.
+        ``batch_weight`` sees the part, and must count its targets.
+        """
+        raise NotImplementedError
+
+    # ---- configuration ----------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, a list of them, ``(optimizers, schedulers)``, or a dict.
+
+        The dict has ``optimizer`` and ``lr_scheduler``: a scheduler, or a dict with ``scheduler``, ``interval``
+        (``"epoch"`` or ``"step"``), ``frequency`` and ``monitor``.
+        """
+        return None
+
+    def configure_model(self) -> None:
+        """Build large layers here, under the strategy's context. May be called twice: build only what is missing."""
+
+    def configure_tensor_parallel(self, mesh: Any) -> Mapping[str, Any] | None:
+        """Define how layers are split for tensor parallelism. Called when the strategy shards the weights.
+
+        Return a plan for ``torch.distributed.tensor.parallel.parallelize_module``, such as
+        ``{"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}``, or call ``parallelize_module``
+        yourself and return None. Parameters have no data yet. Layers outside of the plan are computed
+        identically by all ranks of a group, which see the same batches. Attributes that are changed here stay changed
+        after the run.
+
+        Args:
+            mesh: the ``DeviceMesh`` of this rank's group, with one axis, ``"tensor"``.
+        """
+        raise NotImplementedError
+
+    def configure_expert_parallel(self) -> Sequence[str | nn.Module]:
+        """Return the layers of experts for expert parallelism, as names of submodules (``*`` is a wildcard) or modules.
+
+        The parameters of such a layer are all stacked by expert, [experts, ...]. It is called as ``layer(hidden, index,
+        weights)``: tokens [tokens, width], the numbers of their experts and the weights of these, both [tokens, top_k];
+        and returns the weighted sums, [tokens, width]. The router is outside of the layer. Layers of models of
+        transformers that have this form are found without this method.
+        """
+        raise NotImplementedError
+
+    def configure_callbacks(self) -> Sequence[CallbackContract] | CallbackContract:
+        """Return callbacks of this module; they replace the Trainer's callbacks of the same class."""
+        return []
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip gradients before an update; override to clip differently, with ``clip_gradients``."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+
+    prepare_data_per_node: bool = True
+    """Whether ``prepare_data`` runs on one rank of each node; if False, on rank 0 alone."""
+    allow_zero_length_dataloader_with_multiple_devices: bool = True
+    """Accepted for modules written for Lightning: a rank without data always takes part with weight 0."""
+
+    def prepare_data(self) -> None:
+        """Download or write data; called on one rank of each node, before ``setup``."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader, if none is passed to ``fit``."""
+
+    def val_dataloader(self) -> Any:
+        """Return one validation loader or several."""
+
+    def test_dataloader(self) -> Any:
+        """Return one test loader or several."""
+
+    def predict_dataloader(self) -> Any:
+        """Return one prediction loader or several."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to the device; override for batches that are not collections of tensors."""
+        return self.fabric.to_device(batch)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch to transfer."""
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch to pass to the step."""
+        return batch
+
+    # ---- hooks, in the order of a fit -------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None: ...
+    def teardown(self, stage: str) -> None: ...
+    def on_fit_start(self) -> None: ...
+    def on_fit_end(self) -> None: ...
+    def on_train_start(self) -> None: ...
+    def on_train_end(self) -> None: ...
+    def on_train_epoch_start(self) -> None: ...
+    def on_train_epoch_end(self) -> None: ...
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None: ...
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None: ...
+    def on_before_backward(self, loss: Tensor) -> None: ...
+    def on_after_backward(self) -> None: ...
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
+    def on_validation_start(self) -> None: ...
+    def on_validation_end(self) -> None: ...
+    def on_validation_epoch_start(self) -> None: ...
+    def on_validation_epoch_end(self) -> None: ...
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_model_zero_grad(self) -> None: ...
+    def on_validation_model_eval(self) -> None: ...
+    def on_validation_model_train(self) -> None: ...
+    def on_test_start(self) -> None: ...
+    def on_test_end(self) -> None: ...
+    def on_test_epoch_start(self) -> None: ...
+    def on_test_epoch_end(self) -> None: ...
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_model_eval(self) -> None: ...
+    def on_test_model_train(self) -> None: ...
+    def on_predict_start(self) -> None: ...
+    def on_predict_end(self) -> None: ...
+    def on_predict_epoch_start(self) -> None: ...
+    def on_predict_epoch_end(self) -> None: ...
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_model_eval(self) -> None: ...
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a weighted and scaled loss; override for your own backward pass.
+
+        The weight is the batch's part of its window. Strategies that compute gradients themselves refuse an override.
+        """
+        loss.backward(*args, **kwargs)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Apply an update. Backward has already run; ``optimizer_closure`` returns its loss."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Drop the gradients of the last update."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Advance a scheduler."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    # ---- logging ----------------------------------------------------------------------------------------------------
 
     def log(
         self,
@@ -178,7 +383,7 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
         for name, value in logged_items(dictionary):
             self.log(name, value, **arguments)
 
-    # ---- manual optimization --------------------------------------------------------------------------------------
+    # ---- manual optimization ----------------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of several optimizers."""
@@ -284,6 +489,247 @@ class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixi
         checkpoint = open_checkpoint(checkpoint_path)
         module: Self = rebuild_module(cls, checkpoint, map_location, strict, overrides, average, hparams_file)
         return module
+
+    # ---- pretrained weights -----------------------------------------------------------------------------------------
+
+    @names_arguments
+    def load_pretrained(
+        self, path: str | os.PathLike[str], into: nn.Module | str | None = None, *, strict: bool | None = None
+    ) -> None:
+        """Ask for the weights of a Hugging Face folder; call it in ``configure_model``, after the layers are built.
+
+        The weights are read when the strategy has set the module up: each rank reads only its own part of each tensor,
+        and casts it to the module's dtype. A tensor that a later line of ``configure_model`` copies, reads or changes
+        is read in full at that line, and keeps the changes. Layers that the weights replace are neither initialized
+        nor broadcast by strategies that shard parameters. A resumed fit loads its checkpoint instead, unless that
+        leaves out frozen weights. A module that has been trained keeps its weights in later stages. A model of
+        transformers that generates gets the folder's generation config at once.
+
+        Args:
+            path: a folder with ``model.safetensors``, or with its shards and ``model.safetensors.index.json``; a
+                ``.safetensors`` file; or a checkpoint.
+            into: the submodule that the weights are for, or its name. Default: the only model of transformers in this
+                module, or this module.
+            strict: whether all names and shapes must match. If False, only matching tensors are loaded. By default a
+                model of transformers may have layers that the files lack, such as a new head, which keep their initial
+                values, and the files may have others; both are reported. Other modules must match.
+
+        Raises:
+            ConfigurationError: an argument is invalid.
+            CheckpointError: the generation config cannot be read.
+        """
+        request = requested(self, path, into, strict)
+        # Now, so that later lines of configure_model may change it.
+        if request.target is not None and not request.target.is_loaded:
+            request.use_generation_config()
+        self._pretrained_requests = (*self._pretrained_requests, given_at_once(self, request))
+
+    @property
+    def pretrained_sources(self) -> tuple[dict[str, str], ...]:
+        """The sources of the pretrained weights: ``path``, ``headers`` (see ``phalanx.checkpoint.fingerprint``) and
+        ``into``. Checkpoints hold them."""
+        return self._pretrained_sources
+
+    def use_sources(self, sources: Sequence[dict[str, str]]) -> None:
+        """Record the sources of the weights. Called by the Trainer."""
+        self._pretrained_sources = tuple(sources)
+
+    def settle_pretrained(self) -> None:
+        """Record which of the weights later lines of ``configure_model`` have changed. Called after it.
+
+        Raises:
+            ConfigurationError: a layer was copied or replaced that had no weights yet.
+        """
+        self._pretrained_requests = tuple(one.settled(self) for one in self._pretrained_requests)
+        check_copies(self, self._pretrained_requests)
+
+    def take_pretrained(self, path: str | None = None) -> list[PretrainedRequest]:
+        """Return the requests to execute, and forget them. Called by the Trainer.
+
+        Args:
+            path: a further request, which is executed even if the module has weights.
+        """
+        pending, self._pretrained_requests = self._pretrained_requests, ()
+        found = [one for one in pending if not any(target.is_loaded for target in one.targets(self))]
+        if path is not None:
+            found.append(requested(self, path, None, None))
+            found[-1].use_generation_config()
+        return found
+
+    def load_requested(self) -> None:
+        """Execute all requests in a module that no strategy has set up, in this process alone.
+
+        Called before a checkpoint is loaded that leaves out frozen weights.
+
+        Raises:
+            CheckpointError: the weights cannot be read, or do not match the module.
+        """
+        requests = self.take_pretrained()
+        if requests:
+            load_alone(self, requests)
+
+    def drop_pretrained(self, empty: set[int] | None = None) -> None:
+        """Forget all requests, as the module gets other weights. Called before a checkpoint is loaded.
+
+        Models of transformers without data are initialized.
+
+        Args:
+            empty: the ``id`` of each tensor without data. Default: of each one on the meta device.
+        """
+        requests, self._pretrained_requests = self._pretrained_requests, ()
+        forget_waiting(self)
+        for request in requests:
+            request.targets(self)[0].mark_loaded()
+        if requests:
+            initialize_rest(self, empty_tensors(self) if empty is None else empty)
+
+    # ---- the Trainer and its run ------------------------------------------------------------------------------------
+
+    def _use_run(self, run: AttachedRun | None) -> None:
+        """Read from a run, or from none, with all parts; those that are added later are found when they read."""
+        self._own_run, self._whole = run, None
+        if self._is_in_run(run):
+            _IN_RUNS.add(self)
+        else:
+            _IN_RUNS.discard(self)
+        for part in self._parts:
+            part._whole = ref(self)
+
+    @property
+    def _parts(self) -> list[TrainModule]:
+        return [part for part in self.modules() if isinstance(part, TrainModule) and part is not self]
+
+    @property
+    def _run(self) -> AttachedRun | None:
+        own = self._own_run
+        if self._is_in_run(own):
+            return own
+        whole = self._find_whole()
+        return own if whole is None else whole._own_run
+
+    def _find_whole(self) -> TrainModule | None:
+        """Return the module that this one is a part of: one in a run, if there is one."""
+        whole = None if self._whole is None else self._whole()
+        if _IN_RUNS and whole not in _IN_RUNS and self not in _IN_RUNS:
+            found = (other for other in list(_IN_RUNS) if any(part is self for part in other.modules()))
+            whole = next(found, whole)
+            self._whole = None if whole is None else ref(whole)
+        return whole
+
+    @staticmethod
+    def _is_in_run(run: AttachedRun | None) -> bool:
+        return run is not None and not isinstance(run, OutsideRun)
+
+    @property
+    def _live(self) -> AttachedRun:
+        run = self._run
+        if run is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} belongs to no run: pass it to Trainer.fit, validate, test or predict, or set "
+                "module.trainer in a test."
+            )
+        return run
+
+    @property
+    def trainer(self) -> TrainerView:
+        """The Trainer of the current or last run. Set it to use steps and hooks without a run, for example in tests."""
+        return self._live.trainer
+
+    @trainer.setter
+    def trainer(self, trainer: TrainerView | None) -> None:
+        self.use_trainer(trainer)
+
+    def use_trainer(self, trainer: TrainerView | None) -> None:
+        """Set ``trainer``. Called by the Trainer after a stage whose ranks were forked.
+
+        Raises:
+            ConfigurationError: the module is in a run.
+        """
+        if self._in_run:
+            raise ConfigurationError("module.trainer was set during a run: set it before fit, or after it.")
+        self._use_run(None if trainer is None else OutsideRun(trainer))
+
+    @property
+    def _in_run(self) -> bool:
+        return self._is_in_run(self._run)
+
+    def check_free(self, caller: str) -> None:
+        """Check that no stage of a Trainer is in progress on this module. Called by the Trainer.
+
+        Raises:
+            ConfigurationError: there is one.
+        """
+        # The run of a Fabric has no stages.
+        if (stage := getattr(self._run, "stage", None)) is not None:
+            raise ConfigurationError(
+                f"{caller} was given {type(self).__name__}, which is in use by Trainer.{stage}: wait until that has "
+                "ended, or pass a copy, copy.deepcopy(module)."
+            )
+
+    @property
+    def fabric(self) -> Fabric:
+        """The Fabric of the Trainer."""
+        return self._live.fabric
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters, or of the run without parameters."""
+        parameter = next(self.parameters(), None)
+        if parameter is not None:
+            return parameter.device
+        return self._live.world.device if self._in_run else torch.device("cpu")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ``device`` is a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first floating-point parameter."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch in progress, from 0."""
+        return run.progress.epoch if (run := self._run) is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates applied."""
+        return run.progress.global_step if (run := self._run) is not None else 0
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return run.trainer.global_rank if (run := self._run) is not None else 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return run.trainer.local_rank if (run := self._run) is not None else 0
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers of the Trainer; an empty list without a Trainer."""
+        return run.trainer.loggers if (run := self._run) is not None else []
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0."""
+        self.fabric.print(*args, **kwargs)
+
+    @property
+    def device_mesh(self) -> None:
+        """None: ``configure_tensor_parallel`` is given the mesh of the ranks that split layers."""
+
+    def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
+        """Return tensors of all ranks, stacked in a new first dimension; see ``Fabric.all_gather``. Collective."""
+        return self.fabric.all_gather(data, group, sync_grads)
 
 
 def _is_live(log: Any) -> bool:

@@ -249,11 +249,15 @@ class FitLoop:
     def _step_of_epoch(self) -> Callable[..., bool]:
         """Return the step for the windows of the epoch in progress."""
         left_out, step, progress = self.windows.left_out_now(), self._window_step, self.run.progress
+        # Of data whose length is not known, the ranks must find the end together.
+        asks = self.windows.end is None and self.run.world.size > 1
 
         def step_or_pass(batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
             consumed = size if samples is None else 1
             if not left_out.touches(progress.batch_in_epoch, consumed):
                 return step(batches, size, samples)
+            if asks and not any(self.run.world.all_gather_object(len(batches))):
+                return False
             self.step.pass_over(batches, consumed)
             return True
 

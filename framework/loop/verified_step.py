@@ -27,9 +27,10 @@ from torch.utils._pytree import tree_map
 from ..core.errors import ConfigurationError, CorruptionError
 from ..data.accumulation_window import MicroBatches
 from ..distributed.seed import Generators
+from ..state.state_hashes import Hashes, first_difference, folded, state_hashes
 from .atomic_update import OptimizerCopy
 from .automatic_step import AutomaticStep
-from .step_evidence import Evidence, Hashes, StateHashes, first_difference, folded
+from .step_evidence import Evidence
 from .window_state import WindowState
 
 _MOST_RUNS = 3
@@ -46,7 +47,6 @@ class VerifiedStep:
 
     def __init__(self, step: AutomaticStep, every: int) -> None:
         self._step, self._run, self._every = step, step.run, every
-        self._state = StateHashes(step.run)
         self._weights: Hashes = {}
         """Hashes of the weights before the step."""
         self._evidence = Evidence(step.run)
@@ -100,7 +100,7 @@ class VerifiedStep:
             return True
         runs.append(self._evidence.read(self._run.optimizers))
         if len(runs) > 1:
-            changed = first_difference(self._weights, _together(self._state.read()))
+            changed = first_difference(self._weights, _together(self._read()))
             self._check_unchanged(self._on_ranks(changed))
         self._is_repeated = not self._agrees(runs)
         return not self._is_repeated
@@ -168,7 +168,7 @@ class VerifiedStep:
             copy, results = OptimizerCopy(self._step.optimizer), list[Hashes]()
             while True:
                 applied = apply()
-                results.append(_together(self._state.read()))
+                results.append(_together(self._read()))
                 if self._agrees(results):
                     return applied
                 copy.restore()
@@ -183,7 +183,7 @@ class VerifiedStep:
         Raises:
             CorruptionError: on all ranks; they differ.
         """
-        parts = self._state.read()
+        parts = self._read()
         self._weights = _together(parts)
         world = self._run.world
         rows = world.all_gather_object([(place, folded(hashes)) for place, hashes in parts])
@@ -207,6 +207,10 @@ class VerifiedStep:
             f"ranks that hold the same weights differ before optimizer step {self._run.progress.global_step}: "
             f"{self._named(differences)}. {_GO_ON}"
         )
+
+    def _read(self) -> list[tuple[int, Hashes]]:
+        """Return the hashes of the weights and of the optimizer state. Collective."""
+        return state_hashes(self._run.strategy, self._run.module, self._run.optimizers)
 
     def _on_ranks(self, difference: str | None) -> list[str | None]:
         """Return what differs on each rank. Collective."""
