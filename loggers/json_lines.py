@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from ..framework.metrics.file_logger import FileLogger, plain_number
 from ..framework.metrics.hparams_text import as_mapping
 from ..framework.metrics.json_lines import JsonLines, read_lines, whole_bytes
+from ..framework.metrics.logger import media_record
 from ..framework.metrics.media import Media
-from ..framework.metrics.media_methods import media_record
 
 _METRICS_FILE = "metrics.jsonl"
 

@@ -19,8 +19,8 @@ from ..framework.core.errors import ConfigurationError
 from ..framework.distributed.rank_zero import is_rank_zero
 from ..framework.metrics.file_logger import FileLogger, plain_number
 from ..framework.metrics.hparams_text import as_mapping
+from ..framework.metrics.logger import media_record
 from ..framework.metrics.media import Histogram, Images, Media, Table, Text
-from ..framework.metrics.media_methods import media_record
 from ..framework.system.atomic_files import write_text
 from .delivery import Delivery, Store
 

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...framework.core.absent_names import lacks, sentence_for
 from ...framework.core.arguments import check_names, names_arguments
@@ -20,7 +20,6 @@ from ...framework.fabric.module import engine_of
 from ...framework.fabric.verbs import verb
 from ...framework.parallel.strategy import Strategy
 from .absent import ARGUMENTS, MEMBERS
-from .accumulation import Accumulation
 from .arguments import by_class, default_devices, precision_of, strategy_of
 from .configuration import (
     AutocastKwargs,
@@ -45,7 +44,7 @@ def read(path: str) -> Any:
 
 
 @lacks(MEMBERS)
-class Accelerator(Accumulation):
+class Accelerator:
     """Ranks, strategy and precision for hand-written loops, under Accelerate's names; see ``phalanx.Fabric``.
 
     Without a launcher it runs on one rank, unless ``devices`` asks for more. ``strategy`` and ``devices`` are those of
@@ -271,3 +270,23 @@ class Accelerator(Accumulation):
         """Write an object with ``torch.save``, or a dict of tensors as safetensors, on rank 0."""
         if self.is_main_process:
             write_object(obj, f, safe_serialization)
+
+    # `self` is positional-only, as in Fabric: an option may be named `self`.
+    def backward(self, /, loss: Tensor, **options: Any) -> None:
+        """Compute gradients. Collective; see ``Fabric.backward``.
+
+        Outside ``accumulate`` the loss is divided by ``gradient_accumulation_steps``, so that the gradients of that
+        many calls add up to their mean.
+        """
+        if not self.fabric.is_accumulating and self.gradient_accumulation_steps > 1:
+            loss = loss / self.gradient_accumulation_steps
+        self.fabric.backward(loss, **options)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """The number of micro-batches of an update. It may be set between two updates."""
+        return self.fabric.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.fabric.set_accumulation(steps)

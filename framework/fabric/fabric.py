@@ -34,7 +34,7 @@ from ..launch.exit_hooks import install_rank_hooks
 from ..metrics.logger import Logger
 from ..parallel.compilation import compilation
 from ..parallel.optimizer_step import Updater
-from ..parallel.resources import Resources, resolve_resources
+from ..parallel.resources import RankProperties, Resources, resolve_resources
 from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script, return_to_directory
 from .checkpoints import Checkpoints
@@ -44,12 +44,12 @@ from .prepared import Prepared
 from .reporting import Reporting
 from .setup import Setup
 from .training import Training
-from .verbs import ABSENT, AccelerateNames, verb
+from .verbs import ABSENT, verb
 from .window_training import WindowTraining
 
 
 @lacks(ABSENT)
-class Fabric(AccelerateNames):
+class Fabric(RankProperties):
     """The verbs of training on one rank or many. Every rank must call those marked "Collective", in the same order.
 
     Args:
@@ -76,6 +76,13 @@ class Fabric(AccelerateNames):
     Raises:
         ConfigurationError: an argument breaks a rule, or does not fit the machine or the launcher.
     """
+
+    num_processes = RankProperties.world_size
+    process_index = RankProperties.global_rank
+    local_process_index = RankProperties.local_rank
+    is_main_process = RankProperties.is_global_zero
+    main_process_first = verb("_ranks", Collectives.main_process_first)
+    local_main_process_first = verb("_ranks", Collectives.local_main_process_first)
 
     _resolve = staticmethod(resolve_resources)
 
@@ -291,6 +298,18 @@ class Fabric(AccelerateNames):
     save_state = verb("_checkpoints", Checkpoints.save_state)
     load_state = verb("_checkpoints", Checkpoints.load_state)
     register_for_checkpointing = verb("_checkpoints", Checkpoints.register_for_checkpointing)
+
+    # ---- Accelerate's names ------------------------------------------------------------------------------------------
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.global_rank == self.world_size - 1
 
 
 def _run_in_rank(fabric: Fabric, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

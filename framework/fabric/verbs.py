@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..core.arguments import is_from_call, refuse_unknown
-from ..parallel.resources import RankProperties
-from .collectives import Collectives
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,24 +32,3 @@ def verb(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concat
 
     functools.update_wrapper(call, method)
     return call
-
-
-class AccelerateNames(RankProperties):
-    """Properties and methods of a Fabric under Accelerate's names."""
-
-    num_processes = RankProperties.world_size
-    process_index = RankProperties.global_rank
-    local_process_index = RankProperties.local_rank
-    is_main_process = RankProperties.is_global_zero
-    main_process_first = verb("_ranks", Collectives.main_process_first)
-    local_main_process_first = verb("_ranks", Collectives.local_main_process_first)
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self.global_rank == self.world_size - 1

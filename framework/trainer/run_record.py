@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..report.recorder import RunRecorder
-from ..run.learning_rates import rates_of
+from ..run.run import rates_of
 from ..system.environment import attempt
 from ..system.processes import peak_resident_bytes, resident_bytes
 from ..watchdog.heartbeat import SECTIONS
