@@ -11,7 +11,7 @@ from test_layers import FOLDERS, ROOT
 
 
 def parts(sources: Mapping[str, str]) -> set[str]:
-    """Return classes that only one class in another file mentions, as its base."""
+    """Return classes that only one class mentions, as its base, in another file of the same folder."""
     homes: dict[str, str] = {}
     subclasses: dict[str, set[tuple[str, str]]] = defaultdict(set)
     mentions: Counter[str] = Counter()
@@ -30,7 +30,7 @@ def parts(sources: Mapping[str, str]) -> set[str]:
         for name, found in subclasses.items()
         if name in homes and len(found) == 1 and mentions[name] == 1
         for path, child in found
-        if path != homes[name]
+        if path != homes[name] and Path(path).parent == Path(homes[name]).parent
     }
 
 
