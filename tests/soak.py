@@ -1,6 +1,9 @@
 """Kill a rank of a training run at intervals, and measure the share of the time in which the run trains.
 
     python tests/soak.py --minutes 10 --every 30 --strategy ddp
+    python tests/soak.py --minutes 30 --every 60 --save-every 2000 --beside-disk
+
+With ``--beside-disk`` a second run follows, which takes no snapshots in memory and restarts from the disk.
 
 The share is the time that the retained steps would have taken without a fault (their number times the median step),
 divided by the time from the command's start to its end. A restart costs the detection of the dead rank, the wait before
@@ -56,7 +59,7 @@ class Model(TrainModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def train(root: Path, strategy: str, ranks: int) -> None:
+def train(root: Path, strategy: str, ranks: int, every: int, snapshots: str) -> None:
     """Train until the process is ended."""
     seed_everything(1)
     trainer = Trainer(
@@ -68,17 +71,24 @@ def train(root: Path, strategy: str, ranks: int) -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=ModelCheckpoint(every_n_train_steps=50, asynchronous=True),
+        callbacks=ModelCheckpoint(every_n_train_steps=every, asynchronous=True),
         max_restarts=10_000,
+        snapshots="auto" if snapshots == "memory" else False,
     )
     trainer.fit(Model(root), DataLoader(TensorDataset(torch.randn(4096, WIDTH)), 64, shuffle=True), ckpt_path="auto")
 
 
-def soak(root: Path, strategy: str, ranks: int, minutes: float, every: float, seed: int) -> float:
-    """Run and kill; print the results and return the share of the time that was trained."""
-    draw = random.Random(seed)
-    launch = Launch(root, Path(__file__), ["train", strategy, str(ranks)])
-    kills, until = 0, launch.began + 60.0 * minutes
+def soak(root: Path, options: argparse.Namespace, source: str) -> float:
+    """Run and kill; print the results and return the share of the time that was trained.
+
+    Args:
+        root: the directory of the run.
+        options: those of the command line.
+        source: where restarts continue from, ``"memory"`` or ``"disk"``.
+    """
+    draw, strategy, ranks, every = random.Random(options.seed), options.strategy, options.ranks, options.every
+    launch = Launch(root, Path(__file__), ["train", strategy, str(ranks), str(options.save_every), source])
+    kills, until = 0, launch.began + 60.0 * options.minutes
     try:
         while (left := until - time.monotonic()) > 0 and launch.wait(min(every, left)):
             if time.monotonic() < until:
@@ -96,7 +106,8 @@ def soak(root: Path, strategy: str, ranks: int, minutes: float, every: float, se
     share = steps[-1][0] * each / seconds
     damaged = [path.name for path in root.rglob("*.ckpt") if verify(path)]
     print(
-        f"{strategy}, {ranks} ranks: {kills} kills in {seconds:.0f} s; {steps[-1][0]} steps of {each * 1e3:.1f} ms, "
+        f"{strategy}, {ranks} ranks, from {source}: {kills} kills in {seconds:.0f} s; {steps[-1][0]} steps of "
+        f"{each * 1e3:.1f} ms, "
         f"{again} computed again; exit code {launch.process.returncode}; damaged checkpoints: {damaged or 'none'}; "
         f"{share:.1%} of the time was trained"
     )
@@ -108,18 +119,22 @@ def soak(root: Path, strategy: str, ranks: int, minutes: float, every: float, se
 def main() -> None:
     """Run from the command line, or be the training run."""
     if sys.argv[2:3] == ["train"]:
-        train(Path(sys.argv[1]), sys.argv[3], int(sys.argv[4]))
+        train(Path(sys.argv[1]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=30.0, help="seconds between two kills")
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--save-every", type=int, default=50, help="optimizer steps between two checkpoints")
+    parser.add_argument("--beside-disk", action="store_true", help="also run without snapshots in memory")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        share = soak(Path(folder), options.strategy, options.ranks, options.minutes, options.every, options.seed)
-    sys.exit(share < LEAST_SHARE)
+    shares = []
+    for source in ("memory", "disk") if options.beside_disk else ("memory",):
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            shares.append(soak(Path(folder), options, source))
+    sys.exit(shares[0] < LEAST_SHARE)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ class Triggers:
         self.raised: dict[str, Any] = {}
         """Triggers of this rank that have not been exchanged yet. The loop checks in every step whether this is
         empty."""
+        self._kept: dict[str, Sent] = {}
+        """What has fired in a step that is run again."""
         self.posted: deque[tuple[str, Any]] = deque()
         """Triggers that other threads of this rank have raised. The loop checks these as well."""
         self.table: NameTable = NoNames()
@@ -125,6 +127,10 @@ class Triggers:
     def post(self, name: str, payload: Any = None) -> None:
         """Raise a trigger from a thread other than the training thread; the last payload counts."""
         self.posted.append((name, payload))
+
+    def keep(self) -> None:
+        """Keep what has fired, as the window of this step is run again, with another control reduction."""
+        self._kept |= self.fired
 
     def _accept(self) -> None:
         while self.posted:
@@ -217,6 +223,8 @@ class Triggers:
         self._launched = self._read = None
         if total.has_raised:
             self._fire(raised)
+        if self._kept:
+            self.fired, self._kept = {**self._kept, **self.fired}, {}
         # A rank without data need not log the names that others log.
         counting = size // self.world.identical
         if counting * total.names_squared != total.names * total.names and total.has_data == size:

@@ -99,6 +99,11 @@ class FitLoop:
         self._reload_every, self._reload = every, training
         self.validation.reload_data(validation)
 
+    @property
+    def epochs_are_alike(self) -> bool:
+        """Whether all epochs have the same loaders."""
+        return self._reload is None
+
     def release_data(self) -> None:
         """Release the sources of training and validation data, at the end of the stage."""
         self.windows.release()

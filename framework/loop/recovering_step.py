@@ -109,16 +109,13 @@ class RecoveringStep(AutomaticStep):
         Raises:
             LoopError: on ranks that had enough memory, if others run out of it with micro-batches of one sample.
         """
-        fired: dict[str, Any] = {}
         while True:
             self.error, self.exhausted = None, 0
             state = WindowState(self)
             continues = super().__call__(batches, size, samples)
             if not self.exhausted:
-                for name, sent in fired.items():
-                    self.triggers.fired.setdefault(name, sent)
                 return continues
-            fired |= self.triggers.fired
+            self.triggers.keep()
             batches = ()
             window = self._smaller_window(state)
             batches, size, samples = window if len(window) == 3 else (*window, None)

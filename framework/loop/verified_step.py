@@ -84,6 +84,7 @@ class VerifiedStep:
                 if not self._is_repeated:
                     break
                 state.restore()
+                step.triggers.keep()
                 step.updater.discard(step.optimizer)
         finally:
             step.accepts, step.apply, step.unweighted_single_rank, step.guard.waits = None, apply, is_short, False
@@ -166,12 +167,17 @@ class VerifiedStep:
 
         def update() -> bool:
             copy, results = OptimizerCopy(self._step.optimizer), list[Hashes]()
+            # Hooks before the update may log, and they and the optimizer may draw random numbers.
+            generators, log = Generators(), self._run.train_log
             while True:
+                logged = log.record()
                 applied = apply()
                 results.append(_together(self._read()))
                 if self._agrees(results):
                     return applied
                 copy.restore()
+                generators.put_back()
+                log.go_back(logged)
 
         return update
 

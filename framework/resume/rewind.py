@@ -31,7 +31,9 @@ MOST_REWINDS = 10
 """Rewinds after which a run gives up."""
 
 
-def go_back(run: Run, windows: Windows, folders: Sequence[Path], error: NonFiniteError) -> Path | None:
+def go_back(
+    run: Run, windows: Windows, folders: Sequence[Path], error: NonFiniteError, epochs_are_alike: bool
+) -> Path | None:
     """Record that the run continues from an earlier checkpoint without the data since; return the checkpoint.
 
     Collective. None if there is none, or if the run has gone back too often; ``error`` then has a sentence about it.
@@ -41,8 +43,9 @@ def go_back(run: Run, windows: Windows, folders: Sequence[Path], error: NonFinit
         windows: its data.
         folders: the directories that it saves into.
         error: what failed.
+        epochs_are_alike: whether all epochs have the same data.
     """
-    progress, data = run.progress, _Data(windows)
+    progress, data = run.progress, _Data(windows, epochs_are_alike)
     failed = data.span(progress.epoch, progress.batch_in_epoch, progress.batch_in_epoch + windows.size)
 
     def choose() -> tuple[Path | None, str]:
@@ -80,15 +83,16 @@ def go_back(run: Run, windows: Windows, folders: Sequence[Path], error: NonFinit
 class _Data:
     """The training data of a run, in items of its epochs."""
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: Windows, epochs_are_alike: bool) -> None:
         self._windows = windows
         self._source = windows.source
         layout = self._source.layout()
         self._unit = layout["unit"]
         self._first, self._span, self._total = layout["first"], layout["span"], layout["total"]
         self._per_window = self._span * windows.size
-        # Of the epochs before, the data of which may have had another length.
-        self._end = None if windows.end is None else self._items(windows.end)
+        # The end of the epochs before; None if it is not known.
+        end = windows.end if epochs_are_alike else None
+        self._end = None if end is None else self._items(end)
 
     def _items(self, batches: int) -> int:
         return items_after(batches, self._first, self._span, self._total)

@@ -78,7 +78,7 @@ def state_hashes(strategy: Strategy, module: nn.Module, optimizers: Sequence[Opt
     }
     return [
         (
-            folded({name: hash((shard.shape, shard.offsets)) for name, shard in part.items()}),
+            folded({name: hash((shard.shape, shard.offsets, shard.tensor.shape)) for name, shard in part.items()}),
             as_numbers({name: hash_of(shard.tensor) for name, shard in part.items()}),
         )
         for part in (found, used)

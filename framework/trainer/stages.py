@@ -141,7 +141,7 @@ def _go_back(session: Session, loop: FitLoop, error: NonFiniteError) -> Origin:
     run = loop.run
     run.saver.finish()
     folders = [session.directory.checkpoints, *shared_directories(session.callbacks)]
-    checkpoint = go_back(run, loop.windows, folders, error)
+    checkpoint = go_back(run, loop.windows, folders, error, loop.epochs_are_alike)
     if checkpoint is None:
         raise error
     # Those of the steps that are left out.

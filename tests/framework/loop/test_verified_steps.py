@@ -38,6 +38,7 @@ class Varied(Regressor):
         super().__init__(dropout=0.2)
         self.norm = nn.BatchNorm1d(6)
         self.calls = 0
+        self.seen = set[int]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.calls += 1
@@ -46,6 +47,18 @@ class Varied(Regressor):
         loss = nn.functional.mse_loss(self.net(self.norm(x)), y)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("updates", 1.0, on_epoch=True, reduce_fx="sum")
+        self.log("drawn", torch.rand(()), on_epoch=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.trainer is not None
+        # A set: hooks of a micro-batch that is not the last are called for each computation.
+        if "mine" in self.trainer.fired_triggers:
+            self.seen.add(self.trainer.global_step)
+        if batch_idx == 1:
+            self.trainer.raise_trigger("mine")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -62,7 +75,8 @@ def trained(strategy: str, ranks: int, verify_every: int | None, arguments: dict
     trainer.fit(module, DataLoader(Drawing(), 4, shuffle=True))
     tensors = {name: value for name, value in module.state_dict().items() if value.device.type != "meta"}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {name: value.clone() for name, value in tensors.items()}, logged, module.calls, torch.rand(3)
+    tensors = {name: value.clone() for name, value in tensors.items()}
+    return tensors, (logged, module.seen), module.calls, torch.rand(3)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +105,7 @@ def test_a_verified_run_ends_as_one_that_is_not(strategy: str, arguments: dict[s
         for (one, logged, calls, drawn), (other, also, again, same) in zip(plain, verified, strict=True):
             assert all(torch.equal(value, other[name]) for name, value in one.items())
             assert logged == also
+            assert logged[1], "no signal has fired"
             assert torch.equal(drawn, same)
             assert again > calls
 
@@ -107,6 +122,25 @@ def test_a_verified_run_ends_as_one_that_is_not(strategy: str, arguments: dict[s
 def test_a_flipped_bit_is_found_named_and_not_saved(strategy: str, place: str, tmp_path: Path) -> None:
     clean = flip_trials.clean_run(strategy)
     assert flip_trials.verdict(strategy, place, 7, clean) == "found"
+
+
+class Halves(Regressor):
+    """Two layers of which each rank holds one in ZeRO's partitions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def halves_trained(strategy: str) -> int:
+    trainer = silent_trainer(strategy=strategy, devices=2, max_steps=3, verify_every=1)
+    trainer.fit(Halves(), loader(24))
+    return int(trainer.global_step)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+def test_ranks_with_other_parts_of_one_size_are_not_compared(strategy: str) -> None:
+    assert run_on_ranks(2, halves_trained, strategy) == [3, 3]
 
 
 class BeforeSaves(Callback):

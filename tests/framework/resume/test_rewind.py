@@ -192,6 +192,40 @@ def trained_on_ranks(root: str, strategy: str) -> Any:
     return trained(root, "one_sample", strategy=strategy, devices=2)
 
 
+class Growing(Failing):
+    """Is given another loader in each epoch; notes what it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__("one_sample")
+        self.seen: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.trainer is not None
+        self.seen += [(self.trainer.current_epoch, int(each)) for each in batch[0][:, 0]]
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        first, stop = (0, 24) if self.trainer.current_epoch == 0 else (24, 36)
+        return DataLoader(TensorDataset(torch.arange(float(first), stop)[:, None]), 2)
+
+
+def test_epochs_of_other_lengths(tmp_path: Path) -> None:
+    module = Growing()
+    trainer = Trainer(
+        **{**SILENT, "enable_checkpointing": True, "max_epochs": 2, "logger": "csv"},
+        callbacks=[ModelCheckpoint(every_n_train_steps=8, save_top_k=-1)],
+        nonfinite="rewind",
+        reload_dataloaders_every_n_epochs=1,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module)
+    # From the checkpoint after 16 samples of the first epoch to the batch of the second that failed.
+    assert module.seen == [(0, each) for each in range(24)] + [(1, each) for each in range(24, 36)][:6] + [
+        (1, each) for each in range(30, 36)
+    ]
+
+
 def test_a_run_that_fails_again_and_again_ends(tmp_path: Path) -> None:
     weights, _, returns = by_hand("always", 2)
     assert weights is None
