@@ -84,6 +84,8 @@ class Triggers:
         empty."""
         self._kept: dict[str, Sent] = {}
         """What has fired in a step that is run again."""
+        self._held: dict[str, Any] = {}
+        """What this rank has raised in a step that is run again."""
         self.posted: deque[tuple[str, Any]] = deque()
         """Triggers that other threads of this rank have raised. The loop checks these as well."""
         self.table: NameTable = NoNames()
@@ -129,8 +131,15 @@ class Triggers:
         self.posted.append((name, payload))
 
     def keep(self) -> None:
-        """Keep what has fired, as the window of this step is run again, with another control reduction."""
+        """Keep what has fired, as the window of this step is run again, with another control reduction.
+
+        That reduction does not take what the window has raised, which would fire a step too early.
+        """
+        if self.world.size == 1:
+            return  # a single process takes them at the end of the step
         self._kept |= self.fired
+        raised, self.raised = self.raised, {}
+        self._held = {**raised, **self._held}
 
     def _accept(self) -> None:
         while self.posted:
@@ -225,6 +234,10 @@ class Triggers:
             self._fire(raised)
         if self._kept:
             self.fired, self._kept = {**self._kept, **self.fired}, {}
+        if self._held:
+            held, self._held = self._held, {}
+            for name, payload in held.items():
+                self.set(name, payload)
         # A rank without data need not log the names that others log.
         counting = size // self.world.identical
         if counting * total.names_squared != total.names * total.names and total.has_data == size:
