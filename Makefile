@@ -15,7 +15,7 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test check durations messages package services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity semantics pretrained matrix bench bench-cuda kill recover chaos deadlocks memory faults soak format clean
+.PHONY: help demo test check durations messages package services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity semantics pretrained matrix bench bench-cuda kill recover chaos deadlocks memory flips schedules faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
@@ -46,6 +46,7 @@ help:
 	@echo "make deadlocks  run fits with uneven data and signals at random points: no rank may wait forever (TRIALS=200)"
 	@echo "make soak     kill a rank every 30 s for 10 minutes, and see how much of the time is trained"
 	@echo "make memory     let a rank run out of memory at random points: the losses must stay the same (TRIALS=200)"
+	@echo "make schedules  several faults in one run, also while it recovers, copies or saves (TRIALS=200 schedules)"
 	@echo "make flips    flip single bits under verify_every: each must be found and named, and none saved (TRIALS=100 for each strategy)"
 	@echo "make faults   plant an exception at every place where a run may fail, and see that it ends within 2 s"
 	@echo "make lint | types | format | clean"
@@ -219,6 +220,10 @@ deadlocks: $(DEV)
 # ARGS='--seed 1000'
 memory: $(DEV)
 	$(PY) tests/memory_trials.py --trials $(TRIALS) $(ARGS)
+
+# ARGS='--strategies ddp,zero3 --seed 1000'
+schedules: $(DEV)
+	$(PY) tests/schedule_trials.py --schedules $(TRIALS) $(ARGS)
 
 # Single bits are flipped in fits that verify their steps. ARGS='--strategies ddp --places weights --seed 7'
 flips: $(DEV)
