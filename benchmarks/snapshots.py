@@ -13,7 +13,7 @@ from .tables import ROOT, Table
 
 SCRIPT = Path(__file__).with_name("snapshot_run.py")
 # The width and the number of layers, the steps of a fit, and the settings that are measured beside none.
-MODELS = {"1 M": (512, 4, 4000, ("auto", "100")), "100 M": (2048, 24, 60, ("auto", "20"))}
+MODELS = {"1 M": (512, 4, 1500, ("auto", "100")), "100 M": (2048, 24, 40, ("auto", "20"))}
 _TIMEOUT_SECONDS = 600
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..core.optimizer_config import parameters_of
-from ..parallel.compilation import is_compiled_by_user
+from ..parallel.compilation import is_compiled
 from ..parallel.parameter_names import canonical_names, names_of
 from ..run.run import Run
 from ..state.state_hashes import Hashes, as_numbers, hash_of
@@ -41,7 +41,7 @@ class Evidence:
         with ExitStack() as hooks:
             hooks.callback(setattr, passes, "before", before)
             # Hooks would make torch compile the module again.
-            for prefix, part in () if any(map(is_compiled_by_user, module.modules())) else module.named_modules():
+            for prefix, part in () if any(map(is_compiled, module.modules())) else module.named_modules():
                 hook = partial(self._hook, hooks, f"{prefix}." if prefix else "")
                 hooks.callback(part.register_forward_pre_hook(hook).remove)
             yield

@@ -51,6 +51,8 @@ class VerifiedStep:
         """Hashes of the weights before the step."""
         self._evidence = Evidence(step.run)
         self._runs: list[Hashes] = []
+        self._drawn: Generators
+        """The random generators after the first run."""
         self._is_repeated, self._is_first = False, True
         self._micro_batch: int | None = None
         """The size of micro-batches that was found, before the step."""
@@ -103,7 +105,12 @@ class VerifiedStep:
         if len(runs) > 1:
             changed = first_difference(self._weights, _together(self._read()))
             self._check_unchanged(self._on_ranks(changed))
+        else:
+            # Later runs draw less: the first one may compile, which draws too.
+            self._drawn = Generators()
         self._is_repeated = not self._agrees(runs)
+        if not self._is_repeated:
+            self._drawn.put_back()
         return not self._is_repeated
 
     def _agrees(self, results: Sequence[Hashes]) -> bool:
@@ -168,12 +175,14 @@ class VerifiedStep:
         def update() -> bool:
             copy, results = OptimizerCopy(self._step.optimizer), list[Hashes]()
             # Hooks before the update may log, and they and the optimizer may draw random numbers.
-            generators, log = Generators(), self._run.train_log
+            generators, log, drawn = Generators(), self._run.train_log, list[Generators]()
             while True:
                 logged = log.record()
                 applied = apply()
+                drawn.append(Generators())
                 results.append(_together(self._read()))
                 if self._agrees(results):
+                    drawn[0].put_back()
                     return applied
                 copy.restore()
                 generators.put_back()

@@ -70,11 +70,12 @@ def state_hashes(strategy: Strategy, module: nn.Module, optimizers: Sequence[Opt
             for slot, value in slots.items():
                 if isinstance(value, Shard):
                     found[f"{slot} of {names.get(id(parameter), 'a parameter')}"] = value
+    found = {name: shard for name, shard in found.items() if shard.tensor.device.type != "meta"}
     held = {shard.tensor.data_ptr() for shard in found.values()}
     used = {
         f"the copy of {name} for forward passes": Shard.whole(each.detach())
         for name, each in parameters.items()
-        if not isinstance(each, DTensor) and each.data_ptr() not in held
+        if not isinstance(each, DTensor) and each.device.type != "meta" and each.data_ptr() not in held
     }
     return [
         (

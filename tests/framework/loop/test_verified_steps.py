@@ -110,6 +110,39 @@ def test_a_verified_run_ends_as_one_that_is_not(strategy: str, arguments: dict[s
             assert again > calls
 
 
+def test_a_compiled_model_and_stages_of_a_pipeline() -> None:
+    # Compilation draws random numbers, and a rank of a pipeline lacks the weights of the others.
+    # In its own thread, as others would outlive the test.
+    options = {"compile_threads": 1, "cpp_cache_precompile_headers": False}
+    for strategy, ranks, arguments in (("auto", 1, {"compile": {"options": options}}), ("pipeline", 2, {})):
+        plain, verified = (
+            run_on_ranks(ranks, dropped_out, strategy, ranks, every, arguments, timeout=120.0) for every in (None, 1)
+        )
+        assert plain == verified
+
+
+class Blocks(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)) for _ in range(4))
+        self.net = nn.Sequential()
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.head(x)
+        return output
+
+
+def dropped_out(strategy: str, ranks: int, verify_every: int | None, arguments: dict[str, Any]) -> list[float]:
+    torch.manual_seed(3)
+    trainer = silent_trainer(strategy=strategy, devices=ranks, max_steps=6, verify_every=verify_every, **arguments)
+    module = Blocks()
+    trainer.fit(module, loader(32))
+    return [float(value.double().sum()) for value in module.state_dict().values() if value.device.type != "meta"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "place"),
     [
