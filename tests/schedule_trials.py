@@ -219,6 +219,8 @@ def main() -> int:
                 print(f"seed {seed}, {kind[0]} on {kind[1]}, {schedule.done}: {error}", flush=True)
             faults.update(f"{fault} in {moment}" for moment, fault in schedule.done)
             shutil.rmtree(root, ignore_errors=True)
+            if (number + 1) % 20 == 0:
+                print(f"{number + 1} schedules, {sum(faults.values())} faults, {wrong} wrong", flush=True)
     seconds = time.monotonic() - began
     print(f"{given.schedules} schedules, {sum(faults.values())} faults, {wrong} wrong, {seconds:.0f} s")
     moments = Counter(name.rpartition(" ")[2] for name in faults.elements())
