@@ -166,6 +166,7 @@ class ModelCheckpoint(Callback):
         self._first_step = self._seen_step = step
         self._saved_step = -1
         self._validated = False
+        self._has_lost = False
         # Whether a stop has cut short an epoch at whose end a save was due.
         self._is_cut = False
         self._came_due = False
@@ -280,7 +281,9 @@ class ModelCheckpoint(Callback):
         trainer.finish_saves()
         self._last_step.end()
         step = trainer.global_step
-        if step in (self._saved_step, self._first_step) or trainer.fast_dev_run:
+        # A run that was resumed at its end has trained nothing, but its checkpoints may have been deleted.
+        is_saved = step == self._saved_step or (step == self._first_step and not self._has_lost)
+        if is_saved or trainer.fast_dev_run:
             return
         # A run must not end without any checkpoint because none came due, or because its metric is not known.
         saves = self._kept.saves and self._schedule.saves and not self.save_last
@@ -512,6 +515,7 @@ class ModelCheckpoint(Callback):
         if not known:
             return
         missing = trainer.world.broadcast_object([path for path in known if not os.path.exists(path)])
+        self._has_lost = bool(missing)
         for path in missing:
             self._kept.forget(path)
         self._newest = "" if self._newest in missing else self._newest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -355,6 +356,22 @@ def test_what_was_deleted_since_is_forgotten_and_what_was_moved_is_found(tmp_pat
     fit(tmp_path, after, [5])
     kept = sorted((os.path.basename(path), float(score)) for path, score in after.best_k_models.items())
     assert kept == [("epoch=0-step=4-v1.ckpt", 5.0), ("epoch=0-step=4.ckpt", 3.0), ("epoch=2-step=12.ckpt", 2.0)]
+
+
+def test_a_run_resumed_at_its_end_saves_again_what_was_deleted(tmp_path: Path) -> None:
+    def fitted(ckpt_path: Path | None) -> None:
+        saves = ModelCheckpoint(tmp_path / "saved", save_last=True)
+        trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[saves])
+        trainer.fit(Tiny(), loader(), ckpt_path=ckpt_path)
+
+    fitted(None)
+    # As a snapshot in memory, which outlives the folder.
+    (tmp_path / "saved" / "last.ckpt").rename(tmp_path / "elsewhere.ckpt")
+    shutil.rmtree(tmp_path / "saved")
+    fitted(tmp_path / "elsewhere.ckpt")
+    assert not checkpoint.verify(tmp_path / "saved" / "last.ckpt")
+    found = checkpoint.diff(tmp_path / "saved" / "last.ckpt", tmp_path / "elsewhere.ckpt")
+    assert all(section.equal for section in found.sections.values())
 
 
 def test_nothing_outside_its_directory_is_deleted(tmp_path: Path) -> None:
