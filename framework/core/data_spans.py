@@ -20,7 +20,7 @@ class Span:
     stop: int | None
     """The first item after the span; None for the end of the epoch."""
     unit: str
-    """What an item is; see ``TrainingSource.layout``."""
+    """The kind of item, ``samples`` or ``batches``; see ``TrainingSource.layout``."""
 
     def __str__(self) -> str:
         last = "the end" if self.stop is None else self.stop - 1

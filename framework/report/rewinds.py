@@ -58,7 +58,7 @@ class Rewind:
 
     @property
     def sentence(self) -> str:
-        """What has happened, for people."""
+        """A description for the console and the report."""
         left_out = f" and left out {', '.join(map(str, self.left_out))}" if self.left_out else ""
         return f"at step {self.from_step:,} it went back to {self.checkpoint} (step {self.to_step:,}){left_out}"
 

@@ -103,7 +103,7 @@ def _running_fit(session: Session, request: StageRequest, again: Origin | None) 
 
 
 def _fit(session: Session, request: StageRequest, again: Origin | None) -> Origin | None:
-    """Fit; return None, or the start of the fit with which the run goes on after a loss that was not finite."""
+    """Fit; return None, or the origin of the fit that continues the run after a non-finite loss."""
     limit = TimeLimit(current_job(), session.settings.time_limit_margin)
     with SignalWatch(session.settings.preemption_signals) as watch, limit:
         choose_strategy(session, request)
@@ -133,7 +133,7 @@ def _fit(session: Session, request: StageRequest, again: Origin | None) -> Origi
 
 
 def _go_back(session: Session, loop: FitLoop, error: NonFiniteError) -> Origin:
-    """Return the start of the fit that goes on from an earlier checkpoint. Collective.
+    """Return the origin of the fit that continues from an earlier checkpoint. Collective.
 
     Raises:
         NonFiniteError: there is no such checkpoint.
