@@ -46,7 +46,8 @@ class Clock(Callback):
 def main() -> None:
     """Train, and print the mean time of a step after the first ones."""
     width, layers, steps = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
-    given: Any = {"none": False, "auto": "auto"}.get(sys.argv[3]) if not sys.argv[3].isdigit() else int(sys.argv[3])
+    setting = sys.argv[3]
+    given: int | str | bool = int(setting) if setting.isdigit() else setting == "auto" and setting
     torch.set_num_threads(1)
     clock = Clock()
     with TemporaryDirectory() as folder:

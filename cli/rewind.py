@@ -7,9 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..framework.checkpoint.inspect_manifest import kind_of
 from ..framework.checkpoint.listing import furthest, newest_complete
-from ..framework.checkpoint.manifest import Manifest, run_of
+from ..framework.checkpoint.manifest import Manifest
 from ..framework.checkpoint.manifest_file import read_manifest
 from ..framework.checkpoint.verify import verify
 from ..framework.core.data_spans import Span, joined
@@ -20,6 +19,7 @@ from ..framework.report.finding import find_run, shown_path
 from ..framework.report.rewinds import COMMAND, Rewind, add_rewind
 from ..framework.report.run_files import RunFiles
 from ..framework.report.step_data import data_of_step
+from ..framework.resume.checkpoint_search import not_resumable, only_of
 from ..framework.system.run_directory import RunDirectory
 from .looks import say_wrapped
 from .output import say_json
@@ -101,9 +101,10 @@ def _checkpoint_at(step: int, files: RunFiles) -> Path:
         CheckpointError: there is none, or it is damaged.
     """
 
+    of_run = only_of(files.identity, not_resumable)
+
     def refused(manifest: Manifest) -> str | None:
-        is_own = files.identity is None or run_of(manifest) == files.identity
-        return None if is_own and kind_of(manifest) == "trainer" and furthest(manifest)[0] <= step else "another"
+        return "it is later." if furthest(manifest)[0] > step else of_run(manifest)
 
     found = newest_complete(files.checkpoint_directories, refused)
     if found is None:

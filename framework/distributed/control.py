@@ -83,9 +83,9 @@ class Triggers:
         """Triggers of this rank that have not been exchanged yet. The loop checks in every step whether this is
         empty."""
         self._kept: dict[str, Sent] = {}
-        """What has fired in a step that is run again."""
+        """The triggers that have fired in a window that is repeated."""
         self._held: dict[str, Any] = {}
-        """What this rank has raised in a step that is run again."""
+        """The triggers that this rank has raised in a window that is repeated."""
         self.posted: deque[tuple[str, Any]] = deque()
         """Triggers that other threads of this rank have raised. The loop checks these as well."""
         self.table: NameTable = NoNames()

@@ -253,7 +253,10 @@ class FitLoop:
 
     def _step_of_epoch(self) -> Callable[..., bool]:
         """Return the step for the windows of the epoch in progress."""
-        left_out, step, progress = self.windows.left_out_now(), self._window_step, self.run.progress
+        step, progress = self._window_step, self.run.progress
+        if not self.windows.left_out:
+            return step
+        left_out = self.windows.left_out_now()
         # Of data whose length is not known, the ranks must find the end together.
         asks = self.windows.end is None and self.run.world.size > 1
 

@@ -115,7 +115,6 @@ class RecoveringStep(AutomaticStep):
             continues = super().__call__(batches, size, samples)
             if not self.exhausted:
                 return continues
-            self.triggers.keep()
             batches = ()
             window = self._smaller_window(state)
             batches, size, samples = window if len(window) == 3 else (*window, None)

@@ -12,7 +12,7 @@ every n-th optimizer step:
     the hooks at the end of the batch, which may save
 
 Weights that change while no update runs, or that differ between ranks, cannot be repaired here. The run ends, and a
-restart goes on from a snapshot or a checkpoint of before.
+restart continues from an earlier snapshot or checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .step_evidence import Evidence
 from .window_state import WindowState
 
 _MOST_RUNS = 3
-_GO_ON = "The run goes on from a snapshot or checkpoint of before, with max_restarts or ckpt_path='auto'."
+_RESUME = "max_restarts, or ckpt_path='auto', resumes the run from an earlier snapshot or checkpoint."
 
 
 class VerifiedStep:
@@ -70,7 +70,7 @@ class VerifiedStep:
         step = self._step
         if self._run.progress.attempts % self._every and not self._is_first:
             return step(batches, size, samples)
-        self.compare_ranks()
+        self._weights = self.compare_ranks()
         held, self._runs = _Held(batches), []
         apply, is_short = step.apply, step.unweighted_single_rank
         self._micro_batch = self._size()
@@ -86,7 +86,6 @@ class VerifiedStep:
                 if not self._is_repeated:
                     break
                 state.restore()
-                step.triggers.keep()
                 step.updater.discard(step.optimizer)
         finally:
             step.accepts, step.apply, step.unweighted_single_rank, step.guard.waits = None, apply, is_short, False
@@ -144,7 +143,7 @@ class VerifiedStep:
             )
         raise CorruptionError(
             f"weights have changed at optimizer step {self._run.progress.global_step} without an update: "
-            f"{self._named(changed)}. {_GO_ON}"
+            f"{self._named(changed)}. {_RESUME}"
         )
 
     def _report(self, differences: Sequence[str | None]) -> None:
@@ -164,7 +163,7 @@ class VerifiedStep:
             )
         raise CorruptionError(
             f"optimizer step {self._run.progress.global_step} was computed {_MOST_RUNS} times with as many results: "
-            f"{self._named(differences)} differed. {_GO_ON}"
+            f"{self._named(differences)} differed. {_RESUME}"
         )
 
     # ---- the update -------------------------------------------------------------------------------------------------
@@ -192,14 +191,13 @@ class VerifiedStep:
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
-    def compare_ranks(self) -> None:
-        """Compare the weights and optimizer states of ranks that hold the same. Collective.
+    def compare_ranks(self) -> Hashes:
+        """Compare the weights and optimizer states of ranks that hold the same; return their hashes. Collective.
 
         Raises:
             CorruptionError: on all ranks; they differ.
         """
         parts = self._read()
-        self._weights = _together(parts)
         world = self._run.world
         rows = world.all_gather_object([(place, folded(hashes)) for place, hashes in parts])
         groups: dict[int, dict[int, list[int]]] = {}
@@ -208,7 +206,7 @@ class VerifiedStep:
                 groups.setdefault(place, {}).setdefault(value, []).append(rank)
         odd = {place: kinds for place, kinds in groups.items() if len(kinds) > 1}
         if not odd:
-            return
+            return _together(parts)
         everyone = world.all_gather_object(dict(parts))
         differences: list[str | None] = [None] * world.size
         for place, kinds in odd.items():
@@ -220,7 +218,7 @@ class VerifiedStep:
                     differences[rank] = what
         raise CorruptionError(
             f"ranks that hold the same weights differ before optimizer step {self._run.progress.global_step}: "
-            f"{self._named(differences)}. {_GO_ON}"
+            f"{self._named(differences)}. {_RESUME}"
         )
 
     def _read(self) -> list[tuple[int, Hashes]]:

@@ -28,6 +28,7 @@ class WindowState:
         run.train_log.go_back(self._log)
         self._buffers.restore()
         run.latest_loss = self._latest_loss
+        run.triggers.keep()
         run.meter.drop_step()
         step.loss_checks.go_back(self._spikes)
 

@@ -64,6 +64,11 @@ class ModelSize:
         """Elements of all parameters, trainable and frozen."""
         return self.trainable + self.frozen
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: parameters and optimizer state in fp32."""
+        return _FP32_BYTES * (self.elements + round(self.trainable * self.state_slots))
+
 
 @dataclass(frozen=True)
 class Layout:

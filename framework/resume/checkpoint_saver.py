@@ -68,7 +68,7 @@ class Saver:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.base: FrozenBase | None = None
-        self.before_save: Callable[[], None] | None = None
+        self.before_save: Callable[[], object] | None = None
         """Called before each save, on all ranks; it raises if the state must not be saved."""
         self._windows: Windows | None = None
         self._staging = Staging(run.world.device)

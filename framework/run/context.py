@@ -55,7 +55,7 @@ class RunSaver(Protocol):
 
     base: FrozenBase | None
     """The weights with which the fit began, if its checkpoints leave out those that are frozen."""
-    before_save: Callable[[], None] | None
+    before_save: Callable[[], object] | None
     """Called before each save, on all ranks; it raises if the state must not be saved."""
 
     @property

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .settings import TrainerSettings
 
 _SET_UP = SECTIONS.index("set-up")
-_FP32_BYTES = 4
 
 
 def plan_memory(
@@ -77,9 +76,8 @@ def _snapshot_notes(requested: TrainerSettings, plan: MemoryPlan) -> list[str]:
     one_node = plan.local_size in (None, plan.world_size)
     if not is_asked or not one_node:
         return []
-    size, local = plan.size, plan.local_size or plan.world_size
-    needed = COPIES * _FP32_BYTES * (size.elements + round(size.trainable * size.state_slots))
-    free = plan.memory.host * local
+    needed = COPIES * plan.size.checkpoint_bytes
+    free = plan.memory.host * (plan.local_size or plan.world_size)
     verdict = "" if needed <= free else ", so none are taken, and restarts begin from checkpoints"
     return [f"snapshots take {size_text(needed)} of host memory, of {size_text(free)} on the node{verdict}."]
 
