@@ -7,6 +7,7 @@ stand-ins for classes of other libraries: their objects become dicts, numbers an
 from __future__ import annotations
 
 import datetime
+import enum
 import pathlib
 import pickle
 import re
@@ -91,6 +92,9 @@ _PATHS = {
     **dict.fromkeys(("Pure", "PurePosix"), pathlib.PurePosixPath),
     **dict.fromkeys(("Windows", "PureWindows"), pathlib.PureWindowsPath),
 }
+_GETATTR = "builtins.getattr"
+_ZERO_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+"""The members of DeepSpeed's ``ZeroStageEnum``, by value."""
 _STAND_INS: dict[str, Any] = {
     "argparse.Namespace": _Attributes,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Attributes,
@@ -135,6 +139,15 @@ class _Trusting(pickle.Unpickler):
         return _STAND_INS.get(f"{module}.{name}") or super().find_class(module, name)
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """Return a member of an enumeration. Python 3.11 before 3.11.4 pickles one as a call of ``getattr``."""
+    if kind is _only and name in _ZERO_STAGES:
+        return _ZERO_STAGES.index(name)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(name, str) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"GLOBAL {_GETATTR}")
+
+
 class _Index(pickle.Unpickler):
     """Reads an index of torch.distributed.checkpoint, and refuses what is not in one."""
 
@@ -142,6 +155,8 @@ class _Index(pickle.Unpickler):
         full = f"{module}.{name}"
         if full.startswith("pathlib"):
             return lambda *parts: "/".join(map(str, parts))
+        if full == _GETATTR:
+            return _member
         if full not in _IN_INDEX:
             raise pickle.UnpicklingError(f"GLOBAL {full}")
         return super().find_class(module, name)
@@ -201,7 +216,7 @@ class Pickles:
 
     def _table(self) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
         left_out = {name: _left_out(name) for name in self._leave_out}
-        return [(stand_in, name) for name, stand_in in {**_STAND_INS, **left_out}.items()]
+        return [(stand_in, name) for name, stand_in in {**_STAND_INS, **left_out, _GETATTR: _member}.items()]
 
 
 _TRUSTING = SimpleNamespace(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from messages import refuses
 from torch import nn
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from phalanx import checkpoint
+from phalanx.framework.checkpoint.convert.pickles import Pickles
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
 
@@ -259,3 +261,15 @@ def test_unknown_mixed_and_existing_folders_are_refused(tmp_path: Path) -> None:
         checkpoint.convert(mixed, empty, "deepspeed")
     with refuses(CheckpointError, "nowhere"):
         checkpoint.convert(tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_of_getattr_only_members_of_enumerations_are_read(tmp_path: Path) -> None:
+    # As Python 3.11 before 3.11.4 pickles them.
+    module, name = metadata._MEM_FORMAT_ENCODING.__module__, metadata._MEM_FORMAT_ENCODING.__name__
+    index = tmp_path / ".metadata"
+    index.write_bytes(f"cbuiltins\ngetattr\n(c{module}\n{name}\nVTORCH_CONTIGUOUS_FORMAT\ntR.".encode())
+    assert Pickles(False, []).index(index) is metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for kind, attribute in ((f"{module}\n{name}", "__members__"), ("torch\nSize", "count")):
+        index.write_bytes(f"cbuiltins\ngetattr\n(c{kind}\nV{attribute}\ntR.".encode())
+        with refuses(CheckpointError, "builtins.getattr"):
+            Pickles(False, []).index(index)
