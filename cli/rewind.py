@@ -18,6 +18,7 @@ from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
 from ..framework.report.rewinds import COMMAND, Rewind, add_rewind
 from ..framework.report.run_files import RunFiles
+from ..framework.report.saved import saved_checkpoints
 from ..framework.report.step_data import data_of_step
 from ..framework.resume.checkpoint_search import not_resumable, only_of
 from ..framework.system.run_directory import RunDirectory
@@ -108,7 +109,11 @@ def _checkpoint_at(step: int, files: RunFiles) -> Path:
 
     found = newest_complete(files.checkpoint_directories, refused)
     if found is None:
-        raise CheckpointError(f"{shown_path(files.directory)} has no checkpoint at or before step {step}.")
+        steps = ", ".join(str(row["step"]) for row in saved_checkpoints(files).rows if row["complete"])
+        raise CheckpointError(
+            f"{shown_path(files.directory)} has no checkpoint at or before step {step}. Its newest checkpoints have "
+            f"these steps: {steps or 'none'}."
+        )
     if problems := verify(found):
         raise CheckpointError(f"{found.name} is damaged, so move it away and try again: {problems[0]}")
     return found
