@@ -247,11 +247,11 @@ def groups(world: World, found: Found) -> None:
 
 def messages(world: World, found: Found, count: int) -> None:
     """Measure a control reduction on one node, on two, and in one ring, and an all-gather of a small object."""
-    vector = torch.ones(NUMBERS, dtype=torch.float64)
-    found["board seconds"], found["board computed"] = cost(world, lambda: world.control_reduce(vector).wait(), count)
+    numbers, vector = [1.0] * NUMBERS, torch.ones(NUMBERS, dtype=torch.float64)
+    found["board seconds"], found["board computed"] = cost(world, lambda: world.control_reduce(numbers).wait(), count)
     board = share_board(world.control, (str(2 * world.rank // world.size),))
-    on_nodes = world.control.allreduce if board is None else lambda vectors: board.post(*vectors)
-    found["nodes seconds"], found["nodes computed"] = cost(world, lambda: on_nodes([vector]).wait(), count)
+    reduce_on_nodes = world.control_reduce if board is None else board.post
+    found["nodes seconds"], found["nodes computed"] = cost(world, lambda: reduce_on_nodes(numbers).wait(), count)
     world.barrier()
     if board is not None:
         board.close()

@@ -31,7 +31,6 @@ from ..framework.parallel.zero_backward import zero_loss
 from .communication_hook import CommunicationHook, Hook, Wrapper
 from .context import ContextParallel
 from .context.sharing import NO_COMPILING, attention_of, sharing_sequences
-from .ddp_flags import FlaggedAdapter, GradientFlags
 from .ddp_replica import Replica
 from .fsdp import SplitReplicas
 from .limits import KnownParameters
@@ -160,13 +159,9 @@ class DDPStrategy(Strategy):
 
     def _wrap(self, module: nn.Module, routed: Routed) -> None:
         hook = self._hook
-        # Kept when the module is wrapped again, which may be within a window: the flags are those of the window.
         if self._adapter is None:
-            self._adapter = StepAdapter(module)
-            # A hook may change gradients in ways that a flag does not survive, so the flags are a message of their own.
-            if routed is Routed.LOSS and hook is None:
-                self._adapter = flagged = FlaggedAdapter(module, self.world.device)
-                self.flags = GradientFlags(flagged.participation)
+            finds = routed is Routed.LOSS and self._arguments.get("find_unused_parameters")
+            self._adapter = _UsedAdapter(module, self.world.device) if finds else StepAdapter(module)
         if self._arguments.get("init_sync", True):
             # torch's own way copies 250 MiB of the weights at a time into a buffer, also those that are loaded later.
             group = torch.distributed.group.WORLD
@@ -253,8 +248,8 @@ class DDPStrategy(Strategy):
                 ddp.require_forward_param_sync = False
             self._reduces_next = True
             adapter, reached = self._adapter, list(ddp.module.parameters())
-            if isinstance(adapter, FlaggedAdapter) and self._arguments.get("find_unused_parameters"):
-                reached = [adapter.participation]
+            if isinstance(adapter, _UsedAdapter):
+                reached = [adapter.used]
             # In a list, so that the adapter does not treat it as a loss of the user.
             (loss,) = ddp(lambda: [zero_loss(reached)])
             self.backward(loss)
@@ -271,7 +266,7 @@ class DDPStrategy(Strategy):
     def teardown(self) -> None:
         """Drop the wrapper, which removes its hooks from the parameters."""
         self._unwrap()
-        self._adapter = self.flags = self._known = None
+        self._adapter = self._known = None
 
     def _unwrap(self) -> None:
         if self._hook is not None and self._ddp is not None:
@@ -279,6 +274,26 @@ class DDPStrategy(Strategy):
         self._ddp = None
         self.gradients = FullGradients()
         self._syncs, self._awaits_backward, self._reduces_next = True, False, False
+
+
+class _UsedAdapter(StepAdapter):
+    """Adds to every loss a parameter that is 0 and stays 0, so that each backward pass uses at least one parameter.
+
+    A rank without a loss joins the reduction by it alone: DDP ends a reduction in the backward pass of a parameter.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__(module)
+        self.used = nn.Parameter(torch.zeros((), device=device))
+
+    def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
+        """Call ``step`` and let the parameter feed its loss."""
+        output = step(*args, **kwargs)
+        if isinstance(output, Tensor):
+            return output + self.used if output.numel() == 1 else output
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            return {**output, "loss": output["loss"] + self.used}
+        return output
 
 
 def _trained(module: nn.Module) -> list[Tensor]:

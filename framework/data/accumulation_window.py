@@ -167,15 +167,21 @@ class Windows:
         if size == 1:
             item = ahead.popleft() if ahead else next(self._iterator, _END)
             if self._several_ranks:
+                if item is _END and self.assures(1):
+                    raise self._ended_early()
                 return ([] if item is _END or item is NO_BATCH else [item]), 1
             return None if item is _END else ([item], 1)
-        if not ahead and progress.batch_in_epoch + size <= self._assured:
+        if not ahead and self.assures(size):
             ahead.append(self.fetch())
             return FetchedInTurn(self.fetch, size), size
         count = self._read_ahead(size)
         if self._several_ranks:
             return FetchedInTurn(self.fetch, count), size
         return (FetchedInTurn(self.fetch, count), count) if count else None
+
+    def assures(self, count: int) -> bool:
+        """Whether this rank certainly has a batch for each of the next ``count`` micro-batches of the epoch."""
+        return self._progress.batch_in_epoch + count <= self._assured
 
     def fetch(self) -> Any:
         """Return this rank's next batch.
@@ -185,11 +191,14 @@ class Windows:
         """
         item = self._ahead.popleft() if self._ahead else next(self._iterator, _END)
         if item is _END:
-            raise DataError(
-                f"{self.source.name} ended within an epoch, before the {self._assured} batches that its sampler gives "
-                "this rank: make sure that its dataset and collate_fn raise no StopIteration."
-            )
+            raise self._ended_early()
         return item
+
+    def _ended_early(self) -> DataError:
+        return DataError(
+            f"{self.source.name} ended within an epoch, before the {self._assured} batches that its sampler gives this "
+            "rank: make sure that its dataset and collate_fn raise no StopIteration."
+        )
 
     def _read_ahead(self, size: int) -> int:
         """Read the next ``size`` batches without consuming them; return how many of them this rank has."""
@@ -259,6 +268,10 @@ class GlobalWindows(Windows):
     @property
     def size(self) -> int:
         return 1
+
+    def assures(self, count: int) -> bool:
+        """Return False: ranks have different numbers of micro-batches of a global batch."""
+        return False
 
     def take(self) -> Window | None:
         """Return this rank's micro-batches of the next global batch; None at the end of the epoch.

@@ -70,10 +70,9 @@ def _next(batches: Iterator[Any], world: DataRanks) -> tuple[Any, Sequence[int]]
     batch = next(batches, NO_BATCH)
     if world.size == 1:
         return batch, range(batch is not NO_BATCH)
-    flags = torch.zeros(world.size, dtype=torch.float64)
+    flags = [0.0] * world.size
     flags[world.rank] = batch is not NO_BATCH
-    world.control_reduce(flags).wait()
-    return batch, [rank for rank, flag in enumerate(flags.tolist()) if flag]
+    return batch, [rank for rank, flag in enumerate(world.control_reduce(flags).wait()) if flag]
 
 
 def local_rounds(batches: Iterator[Any], rounds: int | None, rank: int) -> Rounds:

@@ -31,6 +31,7 @@ from torch import Tensor
 from ..core.errors import DesyncError
 from ..core.package_paths import OWN_FOLDERS
 from ..core.patches import patch
+from ..core.wording import counted
 from ..distributed.rendezvous import shared_store
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class CollectiveTrace:
                     if getattr(home, name, None) is real:
                         patch(patches, home, name, traced)
         world, strategy = self._world, self._run.strategy
-        patch(patches, world, "control_reduce", self._before(world.control_reduce, "a control reduction", shaped=True))
+        patch(patches, world, "control_reduce", self._before(world.control_reduce, "a control reduction"))
         patch(patches, world, "barrier", self._before(world.barrier, "a barrier"))
         patch(patches, strategy, "sync_gradients", self._noting_sync(strategy.sync_gradients))
         backward = self._before_backward(strategy.backward)
@@ -144,11 +145,11 @@ class CollectiveTrace:
 
         return call
 
-    def _before(self, real: Callable[..., Any], kind: str, shaped: bool = False) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def _before(self, real: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def call(*numbers: Sequence[float]) -> Any:
             if not getattr(self._inside, "collective", False):
-                self.compare(kind, _shown(args[0]) if shaped else "", None)
-            return real(*args)
+                self.compare(kind, counted(len(numbers[0]), "number") if numbers else "", None)
+            return real(*numbers)
 
         return call
 

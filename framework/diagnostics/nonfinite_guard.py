@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from ..core.errors import NonFiniteError, PhalanxError
@@ -103,9 +102,8 @@ class NonFiniteGuard:
         """Whether any rank had a non-finite loss, for steps without another message that reports it. Collective."""
         if self.run.world.size == 1 or not self.sees_losses:
             return self.bad is not None
-        bad = torch.tensor([float(self.bad is not None)], dtype=torch.float64)
-        self.run.world.control_reduce(bad).wait()
-        return bad.item() > 0
+        (bad,) = self.run.world.control_reduce([self.bad is not None]).wait()
+        return bad > 0
 
     def handle_loss(self) -> None:
         """Apply the policy to a non-finite loss on some rank: raise, or count a skipped update. Collective.

@@ -14,16 +14,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from ..core.errors import DesyncError, did_you_mean
 from .control_vector import NUMBERS, ControlVector, NameTable, NoNames, NoTally, Tally
 from .straggler import Pace
-from .world import World
+from .world import Pending, World
 
 
 class Signal(str, Enum):
@@ -60,8 +57,7 @@ Sent = dict[int, Any]
 _STEP_MODULUS = 1 << 20
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The result of the control reduction of an optimizer step, the same on all ranks."""
 
     total_weight: float
@@ -71,6 +67,8 @@ class Agreement:
     """Micro-batches in the window if every rank has the same number, else None."""
     all_raised: bool = False
     """Whether every rank had raised a trigger before its window."""
+    assures_next: bool = False
+    """Whether every rank certainly has the micro-batches of another window of this size."""
 
 
 class Triggers:
@@ -92,7 +90,7 @@ class Triggers:
         self.pace = Pace()
         self.tally: Tally = NoTally()
         self._handlers: dict[Signal, Callable[[Sent], None]] = {}
-        self._launched: tuple[torch.Tensor, Any, dict[str, Any]] | None = None
+        self._launched: tuple[Pending, dict[str, Any]] | None = None
         self._read: ControlVector | None = None
         self._last_names = self._reported_names = (0.0, 0.0)
         self._step = 0
@@ -154,8 +152,15 @@ class Triggers:
 
     # ---- the control reduction ------------------------------------------------------------------------------------
 
-    def launch(self, step: int, weight: float, batches: int) -> None:
-        """Start the control reduction of optimizer step ``step``. Collective."""
+    def launch(self, step: int, weight: float, batches: int, assures_next: bool = False) -> None:
+        """Start the control reduction of a window. Collective.
+
+        Args:
+            step: the number of windows before it, those without an update included.
+            weight: of this rank's micro-batches.
+            batches: the number of them.
+            assures_next: whether this rank certainly has the micro-batches of another window of this size.
+        """
         if self.posted:
             self._accept()
         # Between the micro-batches of a window, of which ranks have different numbers, no rank sees a trigger.
@@ -167,17 +172,16 @@ class Triggers:
         pace.launched()
         at, mark, own = step % _STEP_MODULUS, self.table.mark, pace.own
         numbers = ControlVector(
-            weight, batches, batches * batches, batches > 0, bool(raised),
+            weight, batches, batches * batches, batches > 0, bool(raised), assures_next,
             at, at * at, mark, mark * mark, own, own * own,
         )  # fmt: skip
-        vector = torch.tensor((*numbers, *self.tally.unsent()), dtype=torch.float64)
         self._step = step
-        self._launched = (vector, self.world.control_reduce(vector), raised)
+        self._launched = self.world.control_reduce((*numbers, *self.tally.unsent())), raised
 
     @property
     def has_sent(self) -> bool:
         """Whether this rank had raised a trigger before the reduction that was launched last."""
-        return self._launched is not None and bool(self._launched[2])
+        return self._launched is not None and bool(self._launched[1])
 
     def read(self) -> Agreement:
         """Wait for the reduction that ``launch`` started, and run the exchanges that follow from it. Collective.
@@ -185,30 +189,37 @@ class Triggers:
         Raises:
             DesyncError: the ranks are not at the same optimizer step.
         """
+        self.pace.arrived()
         agreement = self.agreement()
         self.check_step()
         self.exchange()
         return agreement
 
-    def agreement(self) -> Agreement:
+    def agreement(self, share: float = 1.0) -> Agreement:
         """Wait for the reduction that ``launch`` started, and return its result.
 
         No other collective is part of this call, so that ranks may call it at different points of a step: a rank
         without data before its first forward pass, the others after it.
+
+        Args:
+            share: the share of steps in which this rank waits here for the others, and not in the reduction of
+                gradients; 0 if it does not wait here.
         """
         assert self._launched is not None
-        vector, work, _ = self._launched
-        self.pace.arrived()
         began = time.perf_counter()
-        work.wait()
-        self.tally.waited(time.perf_counter() - began)
-        numbers = vector.tolist()
+        numbers = self._launched[0].wait()
+        if share:
+            self.tally.waited((time.perf_counter() - began) / share)
         total, size = ControlVector(*numbers[:NUMBERS]), self.world.size
         self._read = total
         self.tally.receive(numbers[NUMBERS:])
         equal = size * total.batches_squared == total.batches * total.batches
         return Agreement(
-            total.weight, int(total.has_data), int(total.batches) // size if equal else None, total.has_raised == size
+            total.weight,
+            int(total.has_data),
+            int(total.batches) // size if equal else None,
+            total.has_raised == size,
+            total.assures_next == size,
         )
 
     def check_step(self) -> None:
@@ -228,7 +239,7 @@ class Triggers:
         """
         assert self._launched is not None
         assert self._read is not None
-        raised, total, size = self._launched[2], self._read, self.world.size
+        raised, total, size = self._launched[1], self._read, self.world.size
         self._launched = self._read = None
         if total.has_raised:
             self._fire(raised)
@@ -285,10 +296,8 @@ class Triggers:
             return self.fired
         self._accept()
         raised, self.raised = self.raised, {}
-        vector = torch.tensor((bool(raised), *self.tally.unsent()), dtype=torch.float64)
-        self.world.control_reduce(vector).wait()
+        anywhere, *totals = self.world.control_reduce((bool(raised), *self.tally.unsent())).wait()
         self.fired = {}
-        anywhere, *totals = vector.tolist()
         self.tally.receive(totals)
         if anywhere:
             self._fire(raised)

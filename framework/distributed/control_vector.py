@@ -69,6 +69,8 @@ class ControlVector(NamedTuple):
     """1 where this rank has a micro-batch."""
     has_raised: float
     """1 where this rank has raised a trigger."""
+    assures_next: float
+    """1 where this rank certainly has the micro-batches of another window of this size."""
     step: float
     step_squared: float
     names: float

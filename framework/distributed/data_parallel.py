@@ -5,9 +5,8 @@ Ranks that read the same data count as one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from .world import Pending, World
 
@@ -24,9 +23,9 @@ class DataRanks:
         self._world = world
         self._copies = world.size // world.data_size
 
-    def control_reduce(self, vector: Tensor) -> Pending:
-        """Start to sum a float64 CPU tensor over all ranks; each shard counts once per copy. Collective."""
-        return self._world.control_reduce(vector)
+    def control_reduce(self, numbers: Sequence[float]) -> Pending:
+        """Start to sum numbers over all ranks; each shard counts once per copy. Collective."""
+        return self._world.control_reduce(numbers)
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Return the object of shard ``src``. Collective."""

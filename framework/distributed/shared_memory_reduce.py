@@ -108,19 +108,19 @@ class Board:
         """
         return ranks * (_DEPTH * _SLOT_BYTES + 1) + TOKEN_BYTES
 
-    def post(self, vector: Tensor) -> Posted:
-        """Start summing a 1-d float64 CPU tensor of at most ``CAPACITY`` elements over all ranks, in place."""
+    def post(self, numbers: Sequence[float]) -> Posted:
+        """Start summing at most ``CAPACITY`` numbers over all ranks."""
         self._number += 1
         if self._column is not None:
+            vector = torch.tensor(numbers, dtype=torch.float64)
             return PostedInColumn(self, self._number, vector, self._column.allreduce([vector]))
-        self.write(self._number, vector)
-        return Posted(self, self._number, vector)
+        self.write(self._number, numbers)
+        return Posted(self, self._number, len(numbers))
 
-    def write(self, number: int, vector: Tensor) -> None:
+    def write(self, number: int, numbers: Sequence[float]) -> None:
         """Write this rank's numbers for a reduction, if it is one of those that write."""
         if self._index >= self._node.columns:
             return
-        numbers = vector.tolist()
         payload = struct.pack(f"<{len(numbers)}d", *numbers)
         head = _HEAD.pack(number, len(numbers), _checksum(number, payload))
         start = self._start(self._index, number)
@@ -220,22 +220,21 @@ class Board:
 class Posted:
     """A reduction in progress."""
 
-    __slots__ = ("_board", "_number", "_vector")
+    __slots__ = ("_board", "_count", "_number")
 
-    def __init__(self, board: Board, number: int, vector: Tensor) -> None:
-        self._board, self._number, self._vector = board, number, vector
+    def __init__(self, board: Board, number: int, count: int) -> None:
+        self._board, self._number, self._count = board, number, count
 
-    def wait(self) -> bool:
-        """Wait until all slots are written; store the sum, added in the order of slots, in the vector. Collective."""
-        board, count = self._board, self._vector.numel()
-        rows = [board.wait(index, self._number, count) for index in range(board.columns)]
-        self._vector.copy_(torch.tensor([sum(column) for column in zip(*rows, strict=True)], dtype=torch.float64))
-        return True
+    def wait(self) -> Sequence[float]:
+        """Wait until all slots are written; return the sums, added in the order of slots. Collective."""
+        board, number, count = self._board, self._number, self._count
+        rows = [board.wait(index, number, count) for index in range(board.columns)]
+        return list(map(sum, zip(*rows, strict=True)))
 
     def is_completed(self) -> bool:
         """Whether all slots are written."""
-        board, count = self._board, self._vector.numel()
-        return all(board.look(index, self._number, count) is not None for index in range(board.columns))
+        board, number, count = self._board, self._number, self._count
+        return all(board.look(index, number, count) is not None for index in range(board.columns))
 
 
 class PostedInColumn(Posted):
@@ -244,12 +243,12 @@ class PostedInColumn(Posted):
     __slots__ = ("_unwritten", "_work")
 
     def __init__(self, board: Board, number: int, vector: Tensor, work: Any) -> None:
-        super().__init__(board, number, vector)
+        super().__init__(board, number, vector.numel())
         self._work = work
         self._unwritten = [vector]
         work.get_future().then(self._write_if_summed)
 
-    def wait(self) -> bool:
+    def wait(self) -> Sequence[float]:
         """Wait for the column, then as on one node. Collective.
 
         Raises:
@@ -272,7 +271,7 @@ class PostedInColumn(Posted):
     def _write(self) -> None:
         """Write the slot, unless the other thread has done so or is about to: removing an item is atomic."""
         with contextlib.suppress(IndexError):
-            self._board.write(self._number, self._unwritten.pop())
+            self._board.write(self._number, self._unwritten.pop().tolist())
 
 
 def _checksum(number: int, payload: bytes) -> int:

@@ -34,23 +34,43 @@ ReduceName = Literal["sum", "mean", "min", "max"]
 
 
 class Pending(Protocol):
-    """A collective in progress."""
+    """A sum over the ranks in progress."""
 
-    def wait(self) -> Any: ...
+    def wait(self) -> Sequence[float]:
+        """Return the sums. Collective."""
+        ...
+
     def is_completed(self) -> bool: ...
 
 
-class _Done:
-    """The collective of a single process: always completed."""
+class _Known:
+    """The sums of a single process."""
 
-    def wait(self) -> bool:
-        return True
+    def __init__(self, sums: Sequence[float]) -> None:
+        self._sums = sums
+
+    def wait(self) -> Sequence[float]:
+        return self._sums
 
     def is_completed(self) -> bool:
         return True
 
 
-_DONE = _Done()
+class _OverGloo:
+    """Sums that gloo computes."""
+
+    def __init__(self, vector: Tensor, group: dist.ProcessGroup) -> None:
+        self._vector = vector
+        # Called on the group directly: torch.distributed.all_reduce costs several times as much in Python.
+        self._work = group.allreduce([vector])
+
+    def wait(self) -> Sequence[float]:
+        self._work.wait()
+        sums: list[float] = self._vector.tolist()
+        return sums
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
 
 
 def placement(num_nodes: int = 1) -> Placement:
@@ -200,16 +220,14 @@ class World:
             world._control.append(dist.new_group(backend="gloo"))
         return world
 
-    def control_reduce(self, vector: Tensor) -> Pending:
-        """Start summing a float64 CPU tensor over all ranks, in place; call ``wait`` on the result. Collective."""
+    def control_reduce(self, numbers: Sequence[float]) -> Pending:
+        """Start summing each of some numbers over all ranks, in float64; ``wait`` returns the sums. Collective."""
         if self.is_alone:
-            vector.mul_(self.size)
-            return _DONE
+            return _Known([self.size * number for number in numbers])
         group = self.control
-        if self._board and vector.numel() <= CAPACITY:
-            return self._board[0].post(vector)
-        # Called on the group directly: torch.distributed.all_reduce costs several times as much in Python.
-        return group.allreduce([vector])
+        if self._board and len(numbers) <= CAPACITY:
+            return self._board[0].post(numbers)
+        return _OverGloo(torch.tensor(numbers, dtype=torch.float64), group)
 
     def all_reduce(self, tensor: Tensor, op: ReduceName = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place, and return it. Collective.

@@ -97,9 +97,8 @@ class Training:
             return reading.share
         check_weight(weight)
         own, world = 0.0 if reading.filler else weight, self._ranks.world
-        total = torch.tensor([own], dtype=torch.float64)
-        world.control_reduce(total).wait()
-        mean = total.item() / world.size
+        (total,) = world.control_reduce([own]).wait()
+        mean = total / world.size
         return own / mean if mean else 0.0
 
     @contextmanager

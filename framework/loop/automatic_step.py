@@ -68,12 +68,12 @@ class AutomaticStep(TrainingStep):
         backward = backward_of(module, self.strategy)
         self.passes = Passes(self.strategy, run.scaler, backward, self.before_backward, self.after_backward)
         reduces_each = bool(self.after_backward) and not self.reduces_after_window
+        weigh = weighing(module, self.strategy.part)
+        self.batch_weight = weigh and self.meter.adding(weigh)
         self._use_filler(lockstep_filler(run, transfer, windows, reduces_each))
         self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
         self.forward = self.routed()
         self.scaler, self.has_loss = run.scaler, False
-        weigh = weighing(module, self.strategy.part)
-        self.batch_weight = weigh and self.meter.adding(weigh)
         self.flags = self._flags()
         self.update = UserUpdate(run, self.before_update, clipping, self.around_update)
         self.before_zero_grad = run.hooks("on_before_zero_grad")
@@ -254,7 +254,8 @@ class AutomaticStep(TrainingStep):
 
     def _use_filler(self, filler: LockstepFiller | None) -> None:
         self.filler = self.passes.filler = filler
-        self.totals = ReducedTotals(self.run, filler) if self.is_distributed else LocalTotals()
+        windows = self.coming_windows if self.batch_weight is None else None
+        self.totals = ReducedTotals(self.run, filler, windows) if self.is_distributed else LocalTotals()
         self.attendance.varies = filler is not None
 
     def meet_calls(self) -> None:

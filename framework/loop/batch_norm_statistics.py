@@ -83,9 +83,8 @@ class StatisticsPass:
 
     def _all_have(self, batch: Any) -> bool:
         """Whether every rank has a batch; batches that only some ranks have are left out. Collective."""
-        have = torch.tensor([float(batch is not None)], dtype=torch.float64)
-        self.run.world.control_reduce(have).wait()
-        return have.item() == self.run.world.size
+        (have,) = self.run.world.control_reduce([batch is not None]).wait()
+        return have == self.run.world.size
 
     def _agreed(self, layers: dict[str, _BatchNorm], count: int) -> dict[str, Tensor]:
         """Return the statistics over all ranks by buffer name; an empty dict if no rank had a batch. Collective."""

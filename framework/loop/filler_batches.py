@@ -17,7 +17,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..core.errors import LoopError
@@ -246,16 +245,13 @@ def in_rounds(
             # Before the step, which may modify the batch's containers.
             upcoming, last = next(batches, None), fresh(item[1])
         # The reduction overlaps with the model's forward pass.
-        more = torch.tensor([float(upcoming is not None)], dtype=torch.float64)
-        pending = world.control_reduce(more) if rounds is None else None
+        pending = world.control_reduce([upcoming is not None]) if rounds is None else None
         if item is not None:
             yield item
         else:
             fill(last)
         done += 1
-        if pending is not None:
-            pending.wait()
-        if (done == rounds) if pending is None else not more.item():
+        if (done == rounds) if pending is None else not any(pending.wait()):
             return
 
 

@@ -210,9 +210,8 @@ class ManualStep(TrainingStep):
 
     def _holders(self, has_batch: bool) -> int:
         """Return the number of ranks that have a batch. Collective."""
-        counts = torch.tensor([float(has_batch)], dtype=torch.float64)
-        self.run.world.control_reduce(counts).wait()
-        return int(counts.item())
+        (count,) = self.run.world.control_reduce([has_batch]).wait()
+        return int(count)
 
     def _start(self, own: list[Any], index: int) -> list[Any]:
         """Start the batch of this rank, or the one that it repeats, which callbacks do not see."""

@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -56,10 +55,7 @@ class LateFlags(LocalFlags):
 
     def exchange(self, has_loss: bool, nonfinite: bool, exhausted: bool) -> int:
         """Exchange this rank's flags; return the number of ranks that ran out of memory. Collective."""
-        flags = torch.tensor((has_loss, nonfinite, exhausted), dtype=torch.float64)
-        if self._world.size > 1:
-            self._world.control_reduce(flags).wait()
-        with_loss, bad, out_of_memory = flags.tolist()
+        with_loss, bad, out_of_memory = self._world.control_reduce((has_loss, nonfinite, exhausted)).wait()
         self.send(with_loss > 0, bad > 0)
         return int(out_of_memory)
 

@@ -115,9 +115,8 @@ class _Trial:
             for part in training:
                 part.training = True
         mine = 0.0 if loss is None or not weight else loss.item() * weight
-        sums = torch.tensor([mine, weight], dtype=torch.float64) * counts
-        self._run.world.control_reduce(sums).wait()
-        return (sums[0] / sums[1]).item() if sums[1] else 0.0, sums[1].item()
+        total, weights = self._run.world.control_reduce((mine, weight) if counts else (0.0, 0.0)).wait()
+        return total / weights if weights else 0.0, weights
 
 
 def _same(one: float, other: float, run: Run) -> bool:

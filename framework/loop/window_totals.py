@@ -4,6 +4,11 @@ Before the first backward pass every rank must know the weight of the window sum
 has data at all. A single rank knows both immediately. Several ranks launch one small reduction as soon as they know
 their own weights, and read it after the first forward pass, which overlaps with it. The signals that it announces are
 exchanged and handled after the last backward pass.
+
+Where the reduction of a window shows that the data of all ranks assures the next one too, the weight of the next one is
+known without its own reduction, which is then read after the last backward pass. Ranks that wait for one another before
+the backward pass and again in the reduction of gradients lose the time by which they are late at each: 5 % of a step of
+1 ms on two cores.
 """
 
 from __future__ import annotations
@@ -11,9 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..core.errors import DesyncError
+from ..data.accumulation_window import Windows
 from ..distributed.control import Agreement
 from ..run.run import Run
 from .filler_batches import LockstepFiller
+
+_WAITS_EVERY = 8
+"""In each so many steps ranks wait for one another before the backward pass, which shows how long they wait."""
 
 
 class LocalTotals:
@@ -43,14 +53,28 @@ class LocalTotals:
 
 
 class ReducedTotals(LocalTotals):
-    """The totals of several ranks, read from the control reduction of the step."""
+    """The totals of several ranks, read from the control reduction of the step.
 
-    def __init__(self, run: Run, filler: LockstepFiller | None) -> None:
+    Args:
+        run: the fit.
+        filler: runs passes on ranks without data; None if they run none.
+        windows: where the windows come from, if all micro-batches have the weight 1; else None.
+    """
+
+    def __init__(self, run: Run, filler: LockstepFiller | None, windows: Windows | None) -> None:
         super().__init__()
         self._run = run
         self._triggers = run.triggers
         self._size = run.world.size
         self._filler = filler
+        self._windows = windows
+        self._assured = -1, 0
+        """An epoch, and the number of its micro-batches that every rank certainly has."""
+        self._coming = -1, 0
+        """The same, where the reduction in progress shows that they are assured."""
+        self._reads_late = False
+        """Whether the reduction in progress is read after the last backward pass."""
+        self._waiting_share = 1.0
         self._agreement: Agreement | None = None
         self._is_exchanged = False
 
@@ -72,7 +96,14 @@ class ReducedTotals(LocalTotals):
         """
         filler, count = self._filler, len(weights)
         progress = self._run.progress
-        self._triggers.launch(progress.attempts, sum(weights), count)
+        epoch, assured = self._assured
+        is_known = epoch == progress.epoch and progress.batch_in_epoch + window_size <= assured
+        self._reads_late = is_known and progress.attempts % _WAITS_EVERY != 0
+        self._waiting_share = 0.0 if self._reads_late else 1 / _WAITS_EVERY if is_known else 1.0
+        self._coming = progress.epoch, progress.batch_in_epoch + 2 * window_size
+        assures_next = self._windows is not None and self._windows.assures(2 * window_size)
+        self.mean_weight = sum(weights)
+        self._triggers.launch(progress.attempts, self.mean_weight, count, assures_next)
         self._agreement, self._is_exchanged = None, False
         passes = count
         if self._triggers.has_sent and self._stops():
@@ -99,6 +130,9 @@ class ReducedTotals(LocalTotals):
         Raises:
             DesyncError: on all ranks; they are at different optimizer steps.
         """
+        if self._reads_late:
+            self._triggers.pace.arrived()
+            return
         self._read()
         self._triggers.check_step()
 
@@ -110,6 +144,9 @@ class ReducedTotals(LocalTotals):
         reach after the same collectives.
         """
         if not self._is_exchanged:
+            if self._reads_late:
+                self._read()
+                self._triggers.check_step()
             self._triggers.exchange()
         self._is_exchanged = True
         if self._triggers.fired:
@@ -129,6 +166,15 @@ class ReducedTotals(LocalTotals):
 
     def _read(self) -> Agreement:
         if self._agreement is None:
-            self._agreement = self._triggers.agreement()
-            self.mean_weight = self._agreement.total_weight / self._size
+            if not self._reads_late:
+                self._triggers.pace.arrived()
+            self._agreement = agreement = self._triggers.agreement(self._waiting_share)
+            weight = agreement.total_weight / self._size
+            if self._reads_late and weight != self.mean_weight:
+                raise DesyncError(
+                    f"this rank has run a window of weight {self.mean_weight:g} where the mean of all ranks is "
+                    f"{weight:g}: every rank must use the same accumulate_grad_batches."
+                )
+            self.mean_weight = weight
+            self._assured = self._coming if agreement.assures_next else (-1, 0)
         return self._agreement

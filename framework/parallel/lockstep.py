@@ -184,10 +184,9 @@ class _Turns:
 
     def _post(self, own: int) -> list[int]:
         """Return the numbers of all ranks. Collective."""
-        numbers = torch.zeros(self._world.size, dtype=torch.float64)
+        numbers = [0.0] * self._world.size
         numbers[self._world.rank] = own
-        self._world.control_reduce(numbers).wait()
-        return [int(number) for number in numbers.tolist()]
+        return [int(number) for number in self._world.control_reduce(numbers).wait()]
 
     def _shared(self, turn: int, asked: Sequence[int], call: Call | None) -> Call:
         """Return the filler of a turn that is taken for the first time, made from a call of that turn. Collective."""

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
-from torch import Tensor
-
 from ..core.errors import DesyncError
 from ..distributed.world import Pending, World
 
@@ -44,22 +41,19 @@ class MessageFlags(StepFlags):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._sent: tuple[Tensor, Pending] | None = None
+        self._sent: Pending | None = None
 
     def reset(self) -> None:
         """Do nothing: the message of the previous window has been read."""
 
     def send(self, has_loss: bool, nonfinite: bool) -> None:
         """Launch the reduction. Collective."""
-        flags = torch.tensor((has_loss, nonfinite), dtype=torch.float64)
-        self._sent = flags, self._world.control_reduce(flags)
+        self._sent = self._world.control_reduce((has_loss, nonfinite))
 
     def read(self, checks_losses: bool) -> tuple[bool, bool]:
         """Wait for the reduction. Collective."""
         assert self._sent is not None
-        flags, pending = self._sent
-        pending.wait()
-        with_loss, nonfinite = flags.tolist()
+        with_loss, nonfinite = self._sent.wait()
         return with_loss > 0, nonfinite > 0
 
 
@@ -105,9 +99,8 @@ class OrderFlags(MessageFlags):
 
     def send(self, has_loss: bool, nonfinite: bool) -> None:
         """Launch the reduction. Collective."""
-        flags = torch.tensor((has_loss, nonfinite, *self._order.take()), dtype=torch.float64)
         self._order.is_sent = True
-        self._sent = flags, self._world.control_reduce(flags)
+        self._sent = self._world.control_reduce((has_loss, nonfinite, *self._order.take()))
 
     def read(self, checks_losses: bool) -> tuple[bool, bool]:
         """Wait for the reduction. Collective.
@@ -116,9 +109,7 @@ class OrderFlags(MessageFlags):
             DesyncError: on all ranks; they have run different modules.
         """
         assert self._sent is not None
-        flags, pending = self._sent
-        pending.wait()
-        with_loss, nonfinite, mark, squared = flags.tolist()
+        with_loss, nonfinite, mark, squared = self._sent.wait()
         self._order.check(self._world, mark, squared)
         return with_loss > 0, nonfinite > 0
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
-
 from ..distributed.world import World
 from .zero_backward import runs_zero_backward
 
@@ -54,12 +52,10 @@ class UseOverRanks:
         self._windows += 1
         if not exchanges:
             return None
-        used = torch.ones(self._count + 1, dtype=torch.float64)
+        used = [1.0] * self._count
         for number in missing:
             used[number] = 0.0
         # A rank without a loss says nothing about the model.
-        used[-1] = float(len(missing) < self._count)
-        self._world.control_reduce(used).wait()
-        *counts, ranks = used.tolist()
+        *counts, ranks = self._world.control_reduce([*used, len(missing) < self._count]).wait()
         self._is_uneven = self._is_uneven or min(counts, default=ranks) < ranks
         return {number for number, count in enumerate(counts) if not count}

@@ -39,7 +39,6 @@ _WAITING_INNERMOST = (
     f"{folder_of('parallel')}step_flags.py",
     f"{folder_of('diagnostics')}nonfinite_guard.py",
     f"{folder_of('checkpoint')}finite_check.py",
-    "/strategies/ddp_flags.py",
     "/strategies/fsdp/gradients.py",
     "/strategies/deepspeed/gradients.py",
 )

@@ -55,7 +55,7 @@ class EngineUpdate:
         # Whether an update has used gradients that user code has not dropped, and the parameters that it has dropped.
         self._used_up = False
         self._dropped: set[int] = set()
-        self._orders: list[tuple[Tensor, Pending]] = []
+        self._orders: list[Pending] = []
         self._prologue = self.zero.backward_prologue
         self.zero.backward_prologue = self._begin_outside
         self.zero.register_grad_acc_post_hook(self._end_outside)
@@ -122,17 +122,15 @@ class EngineUpdate:
         world, gathering = self.state.world, self.state.gathering
         if gathering is None or world.size == 1 or not self.ends_window or gathering.order.is_sent:
             return
-        sums = torch.tensor(gathering.order.take(), dtype=torch.float64)
-        self._orders.append((sums, world.control_reduce(sums)))
+        self._orders.append(world.control_reduce(gathering.order.take()))
 
     def _check_order(self) -> None:
         """Check that the ranks have run the same layers, before their update. Collective."""
         if self.state.gathering is not None:
             self.state.gathering.order.is_sent = False
         while self._orders:
-            sums, pending = self._orders.pop(0)
-            pending.wait()
-            RunOrder.check(self.state.world, *sums.tolist())
+            mark, squared = self._orders.pop(0).wait()
+            RunOrder.check(self.state.world, mark, squared)
 
     def _end(self) -> None:
         # Parameters unused in a micro-batch have stale or missing gradients, which the update would apply.

@@ -45,9 +45,8 @@ class ShardedGradients(GradientOperations):
         return self._everywhere(scale_and_check(local_gradients(parameters), factor))
 
     def _everywhere(self, is_finite: bool) -> bool:
-        others = torch.tensor([float(not is_finite)], dtype=torch.float64)
-        self._world.control_reduce(others).wait()
-        return others.item() == 0.0
+        (others,) = self._world.control_reduce([not is_finite]).wait()
+        return others == 0.0
 
     def norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients, from the ranks' shards in one reduction. Collective."""

@@ -54,10 +54,11 @@ class StagedGradients(ShardedGradients):
         assert shards is not None
         # For each rank of a pipeline, the number of ranks with a gradient of each parameter.
         ranks, own = dist.get_world_size(self._pipeline), dist.get_rank(self._pipeline)
-        present = torch.zeros(ranks, shards.count, dtype=torch.float64)
-        present[own, shards.present] = 1.0
-        self._world.control_reduce(present.view(-1)).wait()
-        counts = present.tolist()
+        present = [0.0] * (ranks * shards.count)
+        for number in shards.present:
+            present[own * shards.count + number] = 1.0
+        totals = self._world.control_reduce(present).wait()
+        counts = [totals[rank * shards.count : (rank + 1) * shards.count] for rank in range(ranks)]
         shards.reduce([number for number, count in enumerate(counts[own]) if count])
         summed = [each for each in shared if any(row[shards.number_of(each)] for row in counts)]
         _sum(summed, self._pipeline)

@@ -74,7 +74,7 @@ def differs(how: str, strategy: str) -> str:
 
 
 CASES = {
-    "extra": "kind): rank 0 is at a backward pass that reduces gradients ({}), rank 1 is at all_reduce of (3,",
+    "extra": "kind): rank 0 is at a control reduction of 2 numbers ({}), rank 1 is at all_reduce of (3,",
     "kind": "(its kind): rank 0 is at all_reduce of (3,) float32, SUM",
     "shape": "(its shape, dtype or root): rank 0 is at all_reduce of (3,) float32, SUM ({}), rank 1 is at all_reduce",
     "dtype": "rank 1 is at all_reduce of (3,) int64, SUM",

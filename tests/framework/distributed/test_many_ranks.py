@@ -34,11 +34,11 @@ class Pretended(World):
         super().__init__(World.single().placement, torch.device("cpu"))
         self.size = self.data_size = size
 
-    def control_reduce(self, vector: torch.Tensor) -> Pending:
-        own = vector.clone()
+    def control_reduce(self, numbers: Sequence[float]) -> Pending:
+        sums = own = torch.tensor(numbers, dtype=torch.float64)
         for _ in range(self.size - 1):
-            vector += own
-        return World.single().control_reduce(vector)
+            sums = sums + own
+        return World.single().control_reduce(sums.tolist())
 
 
 @pytest.mark.parametrize("size", [1024, 4096, 8192])

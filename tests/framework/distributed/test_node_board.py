@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 import pytest
-import torch
 import torch.distributed as dist
 from models import Regressor, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
@@ -34,8 +33,12 @@ def world_on(nodes: Sequence[int]) -> World:
     return world
 
 
-def numbers(rank: int, number: int) -> torch.Tensor:
-    return torch.arange(11, dtype=torch.float64) * 0.1 * (rank + 1) + number / 3
+def numbers(rank: int, number: int) -> list[float]:
+    return [each * 0.1 * (rank + 1) + number / 3 for each in range(11)]
+
+
+def total(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def native_threads() -> int:
@@ -58,21 +61,19 @@ def many(nodes: tuple[int, ...], rounds: int) -> list[str]:
     world = world_on(nodes)
     assert world._board
     draw = random.Random(world.rank)
-    opened: list[tuple[torch.Tensor, Pending]] = []
+    opened: list[Pending] = []
     bits = []
     for number in range(rounds + 1):
         if number < rounds:
-            own = numbers(world.rank, number)
-            opened.append((own, world.control_reduce(own)))
+            opened.append(world.control_reduce(numbers(world.rank, number)))
         if number:
-            found, pending = opened.pop(0)
-            pending.wait()
+            pending = opened.pop(0)
+            found = list(pending.wait())
             assert pending.is_completed()
-            parts = [sum(numbers(rank, number - 1) for rank in column) for column in COLUMNS[nodes]]
+            parts = [total([numbers(rank, number - 1) for rank in column]) for column in COLUMNS[nodes]]
             # Two numbers have one sum; three may be added in any order.
-            rtol = 1e-15 if nodes == UNEVEN else 0.0
-            torch.testing.assert_close(found, torch.as_tensor(sum(parts)), rtol=rtol, atol=0)
-            bits += [each.hex() for each in found.tolist()]
+            assert found == (pytest.approx(total(parts), rel=1e-15, abs=0) if nodes == UNEVEN else total(parts))
+            bits += [each.hex() for each in found]
         if draw.random() < 0.05:
             time.sleep(0.002)
     world.barrier()
@@ -91,18 +92,17 @@ def test_sums_over_nodes_are_the_same_bits_on_all_ranks(nodes: tuple[int, ...]) 
 
 def alone() -> tuple[bool, list[float]]:
     world = world_on(PAIR_AND_ONE)
-    own = numbers(world.rank, 0)
-    world.control_reduce(own).wait()
+    sums = world.control_reduce(numbers(world.rank, 0)).wait()
     has_board = bool(world._board)
     world.close()
-    return has_board, own.tolist()
+    return has_board, list(sums)
 
 
 def test_a_node_with_one_rank_beside_others_leaves_the_sums_to_gloo() -> None:
-    expected = sum(numbers(rank, 0) for rank in range(3))
+    expected = total([numbers(rank, 0) for rank in range(3)])
     for has_board, sums in run_on_ranks(3, alone):
         assert not has_board
-        torch.testing.assert_close(torch.tensor(sums, dtype=torch.float64), expected, rtol=1e-15, atol=0)
+        assert sums == pytest.approx(expected, rel=1e-15, abs=0)
 
 
 def without_memory() -> tuple[bool, list[float]]:
@@ -111,11 +111,10 @@ def without_memory() -> tuple[bool, list[float]]:
         if World.from_environment("cpu").rank == 3:
             patch.setattr(SharedMemory, "__init__", _fails)
         world = world_on(BLOCKS)
-    own = numbers(world.rank, 0)
-    world.control_reduce(own).wait()
+    sums = world.control_reduce(numbers(world.rank, 0)).wait()
     has_board = bool(world._board)
     world.close()
-    return has_board, own.tolist()
+    return has_board, list(sums)
 
 
 def _fails(*_: object) -> None:
@@ -131,8 +130,7 @@ def test_all_nodes_leave_the_sums_to_gloo_if_one_rank_has_no_memory() -> None:
 def while_one_rank_is_busy(busy: int) -> bool:
     """Sum on all ranks but one, which reads its sum only once all others have theirs."""
     world = world_on(BLOCKS)
-    own = numbers(world.rank, 0)
-    pending = world.control_reduce(own)
+    pending = world.control_reduce(numbers(world.rank, 0))
     if world.rank == busy:
         world.barrier()
         pending.wait()
@@ -175,7 +173,7 @@ def test_a_rank_that_has_left_ends_the_sums_of_all_nodes() -> None:
 def at_different_reductions() -> str:
     world = world_on(BLOCKS)
     try:
-        world.control_reduce(torch.ones(2 + (world.rank in (1, 3)), dtype=torch.float64)).wait()
+        world.control_reduce([1.0] * (2 + (world.rank in (1, 3)))).wait()
     except DesyncError as error:
         return str(error)
     finally:

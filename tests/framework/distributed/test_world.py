@@ -184,8 +184,8 @@ def test_one_process_is_a_world_whose_collectives_are_identities(launched: pytes
     assert world.all_gather(tensor).tolist() == [[1.0, 2.0]]
     assert world.broadcast_object(obj) is obj
     assert world.all_gather_object(obj)[0] is obj
-    assert world.control_reduce(tensor).is_completed()
-    world.control_reduce(tensor).wait()
+    assert world.control_reduce([1.0, 2.0]).is_completed()
+    assert world.control_reduce([1.0, 2.0]).wait() == [1.0, 2.0]
     world.barrier()
     world.close()
     assert tensor.tolist() == [1.0, 2.0]
@@ -223,11 +223,9 @@ def tensors_travel() -> None:
     assert world.all_gather(torch.tensor(rank == 1)).tolist() == [other == 1 for other in range(size)]
     assert world.all_gather(torch.empty(0, 3)).shape == (size, 0, 3)
     assert world.broadcast(torch.tensor(rank), src=1).item() == 1
-    vector = torch.tensor([1.0, float(rank)], dtype=torch.float64)
-    work = world.control_reduce(vector)
-    work.wait()
+    work = world.control_reduce([1.0, float(rank)])
+    assert list(work.wait()) == [size, sum(range(size))]
     assert work.is_completed()
-    assert vector.tolist() == [size, sum(range(size))]
     world.barrier()
     world.close()
 
