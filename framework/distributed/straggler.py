@@ -7,7 +7,6 @@ running mean of that time and its square, so all ranks come to the same conclusi
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 
@@ -78,7 +77,7 @@ class Pace:
     def straggler(self, seconds: Sequence[float]) -> str | None:
         """Return a message about the slowest rank, given the times of all ranks; None if it is not slow."""
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
-        median = statistics.median_low(seconds)
+        median = sorted(seconds)[(len(seconds) - 1) // 2]
         more = seconds[slowest] - median
         if more < _LEAST_SHARE * self._step or seconds[slowest] < RATIO * median:
             return None

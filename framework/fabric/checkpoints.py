@@ -29,6 +29,7 @@ from .prepared import Prepared
 from .training import Training
 
 Location = str | os.PathLike[str]
+_VALUES = "values"
 
 
 class Checkpoints:
@@ -189,7 +190,12 @@ class Checkpoints:
             output_dir: the checkpoint's directory.
             without: modules whose weights are not saved.
         """
-        self._save(output_dir, self._everything(without), {}, {"random": capture()})
+        self.save_everything(output_dir, {}, without)
+
+    def save_everything(self, path: Location, values: Mapping[str, Any], without: Sequence[nn.Module] = ()) -> None:
+        """Save what ``save_state`` does, and plain values. Collective."""
+        state = {**self._everything(without), **({_VALUES: dict(values)} if values else {})}
+        self._save(path, state, {}, {"random": capture()})
 
     def load_state(self, input_dir: Location, without: Sequence[nn.Module] = ()) -> None:
         """Load what ``save_state`` saved. The same objects must be set up and registered, in order. Collective.
@@ -201,10 +207,18 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint does not match. Raised before anything has changed.
         """
-        state, world = self._everything(without), self._ranks.world
-        self._check_registered(input_dir)
-        self.load(input_dir, state)
-        documents = open_on_all_ranks(world, input_dir, verified=True).rank_documents
+        self.load_everything(input_dir, {}, without)
+
+    def load_everything(self, path: Location, values: dict[str, Any], without: Sequence[nn.Module] = ()) -> None:
+        """Load what ``save_everything`` saved, and update ``values``. Collective.
+
+        Raises:
+            CheckpointError: the checkpoint does not match. Raised before anything has changed.
+        """
+        world = self._ranks.world
+        self._check_registered(path)
+        values.update(self.load(path, self._everything(without)).get(_VALUES, {}))
+        documents = open_on_all_ranks(world, path, verified=True).rank_documents
         # With another number of ranks there are no matching generators to continue with.
         if len(documents) == world.size and documents[world.rank] is not None:
             restore_generators(decode(documents[world.rank])["random"])

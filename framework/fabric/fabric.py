@@ -43,6 +43,7 @@ from .full_weights import FullWeights
 from .prepared import Prepared
 from .reporting import Reporting
 from .setup import Setup
+from .snapshots import Snapshots
 from .training import Training
 from .verbs import ABSENT, verb
 from .window_training import WindowTraining
@@ -64,6 +65,7 @@ class Fabric(RankProperties):
         plugins: must be None; Lightning has the argument.
         compile: the parts of each module to compile: ``"blocks"``, True, or options, as in ``Trainer(compile=...)``.
         parallel: the ranks along each axis of a mesh, such as ``{"tp": 2}``, as in ``Trainer(parallel=...)``.
+        max_restarts: how often the ranks of a script are started again after a failure; see ``load_snapshot``.
 
     Attributes:
         resources: The requested devices, ranks, strategy and precision.
@@ -100,8 +102,12 @@ class Fabric(RankProperties):
         plugins: None = None,
         compile: bool | str | Mapping[str, Any] = False,
         parallel: Mapping[str, int] | str | None = None,
+        max_restarts: int = 0,
     ) -> None:
         return_to_directory()
+        if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+            raise ConfigurationError(f"Fabric(max_restarts={max_restarts!r}) must be a number of restarts from 0 on.")
+        self.max_restarts = max_restarts
         must_be_none("Fabric(plugins=...)", plugins, "give the strategy and the precision as objects or by name")
         self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision, parallel=parallel)
         self.compilation = compilation(compile, self.resources.device_type, self.resources.strategy)
@@ -122,6 +128,7 @@ class Fabric(RankProperties):
         self._training = Training(self._ranks, self._prepared, self.precision, self.accumulation)
         self._windows = WindowTraining(self._ranks, self._prepared, self._training)
         self._checkpoints = Checkpoints(self._ranks, self._prepared, self._training)
+        self._snapshots = Snapshots(self._ranks, self._prepared, self._checkpoints)
         self._weights = FullWeights(self._ranks, self._prepared)
 
     @names_arguments
@@ -158,9 +165,12 @@ class Fabric(RankProperties):
             ConfigurationError: there is no script to run again, and no function.
             RankError: a forked rank failed.
         """
-        if self.resources.must_launch:
-            if can_rerun_script():
-                launch_script(self.resources.world_size, libraries=self.resources.libraries)
+        resources, place = self.resources, self.resources.place
+        # A process that outlives it is needed for a single rank too.
+        is_watched = self.max_restarts > 0 and place.launcher is None and place.size == 1
+        if (resources.must_launch or is_watched) and can_rerun_script():
+            launch_script(resources.world_size, self.max_restarts, libraries=resources.libraries)
+        if resources.must_launch:
             if function is None:
                 raise ConfigurationError(
                     f"launch() with devices={self.resources.devices} has no script to run again for each rank: in a "
@@ -175,7 +185,7 @@ class Fabric(RankProperties):
     @names_arguments
     def free_memory(self, *objects: Any) -> list[None]:
         """Release everything that was set up and empty the caches; return a None for each object, to assign to it."""
-        for part in (self._prepared, self._training, self._checkpoints):
+        for part in (self._prepared, self._training, self._checkpoints, self._snapshots):
             part.clear()
         count = len(objects)
         del objects  # the arguments' tuple would keep them alive through the collection
@@ -290,6 +300,8 @@ class Fabric(RankProperties):
     save = verb("_checkpoints", Checkpoints.save)
     load = verb("_checkpoints", Checkpoints.load)
     load_raw = verb("_checkpoints", Checkpoints.load_raw)
+    snapshot = verb("_snapshots", Snapshots.snapshot)
+    load_snapshot = verb("_snapshots", Snapshots.load_snapshot)
     load_pretrained = verb("_weights", FullWeights.load_pretrained)
     save_pretrained = verb("_weights", FullWeights.save_pretrained)
     save_model = verb("_weights", FullWeights.save_model)

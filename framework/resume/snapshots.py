@@ -15,20 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.save_request import SaveRequest
+from ..checkpoint.snapshot_slots import Slots, SnapshotInterval
 
 if TYPE_CHECKING:
     from ..checkpoint.background_deletion import BackgroundDeletion
     from ..core.errors import PhalanxError
     from ..run.run import Run
-
-AUTO = "auto"
-# The most of the time of training that snapshots take if their interval is found.
-_SHARE = 0.02
-# The first costs are not typical: memory is allocated, and code compiled. So intervals grow at most by this factor.
-_GROWTH = 4
-COPIES = 3
-"""Two snapshots, and the copy from which one of them is written."""
-_NAMES = ("memory-0.ckpt", "memory-1.ckpt")
 
 
 class NoSnapshots:
@@ -56,15 +48,16 @@ class Snapshots:
     def __init__(self, run: Run, folder: Path, every: int | str, kept: Path | None) -> None:
         self._run = run
         self._folder = folder
-        self._every = every
-        self._turn = 1 if kept is not None and kept.name == _NAMES[0] else 0
-        self._interval = 1 if isinstance(every, str) else every
-        self.due: float = run.progress.global_step + self._interval
-        """The optimizer step after which the next one is taken."""
+        self._slots = Slots(folder, kept)
+        self._interval = SnapshotInterval(every, run.progress.global_step)
         self._counts_threads = run.device_type == "cpu"
         self._seconds = self._thread_seconds = 0.0
         """The time that the newest snapshot took in the training thread, and in the thread that writes."""
-        self._last = run.progress.global_step, time.perf_counter()
+
+    @property
+    def due(self) -> float:
+        """The optimizer step after which the next one is taken."""
+        return self._interval.due
 
     def take(self) -> None:
         """Take a snapshot, which a thread writes. Collective.
@@ -72,33 +65,24 @@ class Snapshots:
         It is taken after a later step if the state is incomplete, or with ``"auto"`` while a save is in progress, which
         it would wait for.
         """
-        run, began = self._run, time.perf_counter()
-        is_auto = self._every == AUTO
-        if run.in_window or (is_auto and run.saver.is_pending):
+        run, interval, began = self._run, self._interval, time.perf_counter()
+        if run.in_window or (interval.is_auto and run.saver.is_pending):
             return
         # The failure of the one before may end them.
         run.saver.finish()
-        if math.isinf(self.due):
+        if math.isinf(interval.due):
             return
         step = run.progress.global_step
-        if is_auto:
-            self._interval = run.world.broadcast_object(self._found_interval(step, began))
-        self.due = step + self._interval
-        path = self._folder / _NAMES[self._turn]
-        self._turn = 1 - self._turn
+        # On a CPU the thread takes its time from training.
+        cost = self._seconds + (self._thread_seconds if self._counts_threads else 0.0)
+        found = run.world.broadcast_object(interval.found(step, began, cost)) if interval.is_auto else None
+        interval.begin(step, found)
+        path = self._slots.next()
         request = SaveRequest(path, asynchronous=True, optional=True, prune=self._written, on_done=self._done)
         request.make_room = partial(shutil.rmtree, path, ignore_errors=True)
         run.saver.save(request)
-        ended = time.perf_counter()
-        self._seconds, self._last = ended - began, (step, ended)
-
-    def _found_interval(self, step: int, now: float) -> int:
-        """Return the steps after which the cost of the newest snapshot is at most its share of the time."""
-        before, then = self._last
-        seconds = (now - then) / max(1, step - before)
-        # On a CPU the thread takes its time from training.
-        cost = self._seconds + (self._thread_seconds if self._counts_threads else 0.0)
-        return min(max(1, math.ceil(cost / (_SHARE * seconds))), _GROWTH * self._interval)
+        self._seconds = time.perf_counter() - began
+        interval.end(step)
 
     def _written(self, deletion: BackgroundDeletion) -> list[str]:
         # The thread has written this snapshot and nothing else.
@@ -107,7 +91,7 @@ class Snapshots:
 
     def _done(self, error: PhalanxError | None) -> None:
         if error is not None:
-            self.due = math.inf
+            self._interval.stop()
             self._run.note(f"No more snapshots are taken, and restarts begin from checkpoints: {error}")
 
     def end(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ..checkpoint.snapshot_slots import COPIES
 from ..core.errors import ConfigurationError
 from ..core.registry import STRATEGIES
 from ..core.size_text import size_text
@@ -19,7 +20,6 @@ from ..memory.available_memory import Memory, available_memory, bytes_of
 from ..memory.formulas import LAYOUTS
 from ..memory.memory_plan import MemoryPlan, make_plan
 from ..parallel.automatic import candidates
-from ..resume.snapshots import COPIES
 from ..system.environment import nvme_path
 from ..watchdog.heartbeat import LEARNED, SECTIONS
 from .model_measurements import Measurements, is_small, measure, rank_device, ranks_of, summary_of

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.snapshot_slots import AUTO, COPIES
 from ..core.data_spans import from_json
 from ..core.errors import CheckpointError, ConfigurationError
 from ..data.accumulation_window import GlobalWindows, Windows
@@ -22,7 +23,7 @@ from ..loop.recovering_step import RecoveringStep, can_repeat, check_recovery
 from ..memory.available_memory import disk_free, host_memory
 from ..parallel.strategy import Routed
 from ..resume.preempted_save import RESCUED, own_path
-from ..resume.snapshots import AUTO, COPIES, NoSnapshots, Snapshots
+from ..resume.snapshots import NoSnapshots, Snapshots
 from ..run.overrides import is_overridden
 from .settings import REWIND
 

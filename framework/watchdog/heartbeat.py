@@ -191,7 +191,10 @@ class HeartbeatRecord:
     @property
     def where(self) -> str:
         """The rank's position in its training as text; empty if training has not begun."""
-        return "" if self.step < 0 else f"at step {self.step} (epoch {self.epoch}, batch {self.batch})"
+        if self.step < 0:
+            return ""
+        # The epochs of a user's own loop are not known.
+        return f"at step {self.step}" + (f" (epoch {self.epoch}, batch {self.batch})" if self.epoch >= 0 else "")
 
     def __str__(self) -> str:
         if self.number == 0 or self.section == OUTSIDE:

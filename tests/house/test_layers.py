@@ -31,7 +31,7 @@ ROOMS: dict[str, str] = {
     "watchdog": "core system distributed",
     "launch": "core system distributed checkpoint data watchdog report",
     "profiling": "core system distributed metrics",
-    "fabric": "core system distributed metrics checkpoint parallel data state pretrained launch window",
+    "fabric": "core system distributed metrics checkpoint parallel data state pretrained watchdog launch window",
     "api": "core distributed metrics checkpoint parallel state pretrained profiling fabric",
     "memory": "core parallel api",
     "run": "core system distributed metrics checkpoint parallel data state watchdog profiling fabric api",

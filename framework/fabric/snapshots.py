@@ -1,0 +1,147 @@
+"""``Snapshots``: the part of a Fabric that keeps the state of a loop in memory that outlives its ranks."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.listing import newest_good
+from ..checkpoint.snapshot_slots import AUTO, Slots, SnapshotInterval
+from ..core.errors import ConfigurationError, StorageError
+from ..core.wording import a_type
+from ..distributed.collective_errors import on_rank_zero
+from ..launch.restart_policy import memory_of
+from ..system.environment import error_dir
+from ..watchdog.heartbeat import OUTSIDE, SECTIONS, Heartbeat, resolve_stall_timeout
+from .checkpoints import Checkpoints
+from .collectives import Collectives
+from .prepared import Prepared
+
+_FOLDER = "fabric"
+
+
+class Snapshots:
+    """Takes snapshots of all objects of a loop, and restores the newest one in restarted ranks."""
+
+    def __init__(self, ranks: Collectives, prepared: Prepared, checkpoints: Checkpoints) -> None:
+        self._ranks, self._prepared, self._checkpoints = ranks, prepared, checkpoints
+        self._is_open = False
+        self._folder: Path | None = None
+        self._slots: Slots | None = None
+        self._interval: SnapshotInterval | None = None
+        self._seconds = 0.0
+        self._heartbeat = Heartbeat()
+
+    def load_snapshot(self, values: dict[str, Any] | None = None) -> bool:
+        """Restore the newest snapshot that an earlier attempt of this launch has taken, if there is one. Collective.
+
+        Call it once everything is set up and registered, before the loop. Modules, optimizers, schedulers, loaders,
+        registered objects and the random generators of each rank are restored, as by ``load_state``.
+
+        Args:
+            values: is updated with the values that were given to ``snapshot``.
+
+        Returns:
+            Whether there was one: False in the first attempt, and without ``Fabric(max_restarts=...)``.
+
+        Raises:
+            ConfigurationError: ``values`` is not a dict.
+            CheckpointError: the snapshot does not match what is set up. Raised before anything has changed.
+        """
+        _check_values("load_snapshot", values)
+        self._open()
+        folder, world = self._folder, self._ranks.world
+        found = None if folder is None else on_rank_zero(world, lambda: newest_good([folder], self._ranks.print))
+        if found is None:
+            return False
+        self._slots = None if folder is None else Slots(folder, found)
+        self._checkpoints.load_everything(found, {} if values is None else values)
+        self._mark()
+        return True
+
+    def snapshot(self, values: Mapping[str, Any] | None = None, every: int | str = AUTO) -> bool:
+        """Take a snapshot if one is due after this optimizer step. Collective.
+
+        Call it at the end of each iteration of the loop. It does nothing after iterations without an update, and
+        without ``Fabric(max_restarts=...)``. Restarted ranks continue from the newest one: see ``load_snapshot``.
+
+        Args:
+            values: plain values to restore, such as the number of the epoch and of the step.
+            every: the number of updates between two snapshots, or ``"auto"`` for at most 2 % of the time.
+
+        Returns:
+            Whether it took one.
+
+        Raises:
+            ConfigurationError: ``values`` is not a dict, or ``every`` is not an interval.
+
+        Example:
+            >>> place = {"step": 0}
+            >>> fabric.load_snapshot(place)
+            >>> for step in range(place["step"], 1000):
+            ...     train(step)
+            ...     fabric.snapshot({"step": step + 1})
+        """
+        began, step = time.perf_counter(), self._prepared.updates
+        if self._interval is None:
+            _check_values("snapshot", values)
+            _check_interval(every)
+            self._open()
+            # The first update was made before this call.
+            self._interval = SnapshotInterval(every, max(step - 1, 0))
+        self._mark()
+        if self._slots is None or step < self._interval.due:
+            return False
+        interval, world = self._interval, self._ranks.world
+        found = interval.found(step, began, self._seconds) if interval.is_auto else None
+        interval.begin(step, world.broadcast_object(found) if interval.is_auto else None)
+        path = self._slots.next()
+        on_rank_zero(world, lambda: shutil.rmtree(path, ignore_errors=True))
+        try:
+            self._checkpoints.save_everything(path, values or {})
+        except StorageError as error:
+            interval.stop()
+            self._ranks.print(f"phalanx: No more snapshots are taken, and restarts begin from the last one: {error}")
+            return False
+        self._seconds = time.perf_counter() - began
+        interval.end(step)
+        return True
+
+    def clear(self) -> None:
+        """Forget what was found; the next call looks for the memory of the launch again."""
+        self._is_open, self._folder, self._slots, self._interval = False, None, None, None
+
+    def _open(self) -> None:
+        """Find the memory of the launch. Collective."""
+        if self._is_open:
+            return
+        self._is_open, records, world = True, error_dir(), self._ranks.world
+        memory = None if records is None else memory_of(records)
+        if records is None or memory is None:
+            return
+        self._folder = folder = memory / _FOLDER
+        on_rank_zero(world, lambda: folder.mkdir(exist_ok=True))
+        self._slots = Slots(folder, None)
+        if self._heartbeat.share(records, world.rank):
+            # The loop is the user's own, which has no time limits.
+            self._heartbeat.begin(resolve_stall_timeout(False))
+            self._heartbeat.enter(SECTIONS[OUTSIDE])
+
+    def _mark(self) -> None:
+        """Record the progress of this rank: ranks that fail twice at one step are not restarted."""
+        self._heartbeat.set_position(self._prepared.updates, -1, -1)
+
+
+def _check_values(method: str, values: object) -> None:
+    if values is not None and not isinstance(values, Mapping):
+        raise ConfigurationError(
+            f"{method} was given {a_type(values)}: give a dict of plain values; what is set up is saved without it."
+        )
+
+
+def _check_interval(every: object) -> None:
+    if every != AUTO and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ConfigurationError(f"snapshot(every={every!r}) must be a number of updates from 1 on, or 'auto'.")

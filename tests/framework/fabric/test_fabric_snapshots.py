@@ -1,0 +1,100 @@
+"""Loops that continue from snapshots in memory after their ranks were killed."""
+
+from __future__ import annotations
+
+import pytest
+from messages import refuses
+from ranks import run_script
+from small_fits import Tiny
+
+from phalanx import Fabric
+from phalanx.framework.core.errors import ConfigurationError
+
+LOOP = """
+import os, signal, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx import Fabric
+
+strategy, ranks, restarts, every, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]
+fabric = Fabric(accelerator="cpu", strategy=strategy, devices=ranks, max_restarts=restarts, accumulate=2)
+fabric.launch()
+fabric.seed_everything(3)
+net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
+model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+scheduler = fabric.setup_scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+inputs = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+targets = inputs.sum(1, keepdim=True)
+loader = fabric.setup_dataloaders(DataLoader(TensorDataset(inputs, targets), 4, shuffle=True))
+
+place = {"epoch": 0, "batches": 0}
+if fabric.load_snapshot(place) and fabric.is_global_zero:
+    print("continues at batch", place["batches"], flush=True)
+attempt, batches = int(os.environ.get("PHALANX_ATTEMPT", 0)), place["batches"]
+for epoch in range(place["epoch"], 2):
+    for x, y in loader:
+        with fabric.accumulate(model):
+            fabric.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        batches += 1
+        fabric.snapshot({"epoch": epoch, "batches": batches}, every="auto" if every == "auto" else int(every))
+        if f"{attempt}:{fabric.global_rank}:{batches}" in kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+weights = fabric.full_state_dict(model)
+if fabric.is_global_zero:
+    ends = torch.cat([each.flatten() for each in weights.values()]).tolist()
+    print("ended", batches, [each.hex() for each in ends])
+"""
+
+
+def last_line(*args: object) -> tuple[str, list[str]]:
+    done = run_script(LOOP, *map(str, args))
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    return next(line for line in lines if line.startswith("ended")), [
+        line for line in lines if line.startswith("continues")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero2", 2)], ids=lambda value: str(value)
+)
+def test_a_loop_whose_ranks_were_killed_ends_with_the_same_weights(strategy: str, ranks: int) -> None:
+    undisturbed, none = last_line(strategy, ranks, 0, 1)
+    assert none == []
+    # Within a window of two batches, after its update, and at the first batch of the next epoch.
+    last, first_of_epoch = ranks - 1, {1: 16, 2: 9}[ranks]
+    ends, continued = last_line(strategy, ranks, 3, 1, f"0:{last}:3", "1:0:6", f"2:{last}:{first_of_epoch}")
+    assert ends == undisturbed
+    assert len(continued) == 3
+
+
+def test_the_interval_is_found() -> None:
+    undisturbed, _ = last_line("ddp", 2, 0, "auto")
+    assert last_line("ddp", 2, 1, "auto", "0:0:12")[0] == undisturbed
+
+
+def test_a_step_that_fails_twice_is_not_tried_again() -> None:
+    done = run_script(LOOP, "ddp", "2", "5", "1", "0:1:7", "1:1:7", "2:1:7")
+    assert done.returncode == 137
+    assert "optimizer step 3 failed twice in a row" in done.stdout
+
+
+def test_without_restarts_nothing_is_kept() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.setup(Tiny())
+    assert fabric.load_snapshot({}) is False
+    assert fabric.snapshot({"step": 1}) is False
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with refuses(ConfigurationError, "max_restarts=-1"):
+        Fabric(accelerator="cpu", devices=1, max_restarts=-1)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with refuses(ConfigurationError, "every=0"):
+        fabric.snapshot(every=0)
+    with refuses(ConfigurationError, "dict"):
+        fabric.load_snapshot([1])  # type: ignore[arg-type]
