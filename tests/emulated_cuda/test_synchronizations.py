@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +111,42 @@ def test_logging_callbacks_and_validation_wait_only_where_values_are_due(strateg
         # A validation follows the step that makes it due, and reads its metric.
         validated = [bare + is_due for is_due in due(VALIDATED_EVERY)]
         check(f"{strategy}, validated", found["validated"], validated)
+
+
+# ---- snapshots in memory ---------------------------------------------------------------------------------------------
+
+
+SNAPSHOTS_EVERY = 2
+
+
+class Kept(Classifier):
+    """Looks for snapshots in a directory when the fit ends."""
+
+    def __init__(self, memory: Path, **options: Any) -> None:
+        super().__init__(**options)
+        self.memory = memory
+
+    def on_train_end(self) -> None:
+        """Check that there are some; one may be in progress."""
+        assert list(self.memory.glob("fit_0/memory-*.ckpt"))
+
+
+def with_snapshots(strategy: str, devices: int, launch: str) -> Waits:
+    """Fit as in an attempt of a launch that has memory for snapshots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_ERROR_DIR", f"{launch}/0")
+        return waits_of_fit(strategy, devices, {"snapshots": SNAPSHOTS_EVERY}, Kept, memory=Path(launch) / "memory")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_snapshots_add_no_waiting(strategy: str, tmp_path: Path) -> None:
+    for name in ("0", "memory"):
+        (tmp_path / name).mkdir()
+    devices, bare = on_devices(strategy), BARE.get(strategy, 0)
+    # ZeRO's optimizers keep the number of updates on the device, and a snapshot holds it.
+    read = [bare + is_due * strategy.startswith("zero") for is_due in due(SNAPSHOTS_EVERY)]
+    for found in run_on_ranks(devices, with_snapshots, strategy, devices, str(tmp_path), device="cuda"):
+        check(strategy, found, read)
 
 
 # ---- manual optimization, and activation checkpointing ---------------------------------------------------------------
