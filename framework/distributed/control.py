@@ -32,13 +32,13 @@ class Signal(str, Enum):
     """A line for the console of rank 0; the payload is the text."""
     OUT_OF_MEMORY = "out_of_memory"
     """An update ran out of memory and was repeated."""
-    SAVE_DONE = "saved"
+    SAVE_DONE = "save_done"
     """An asynchronous save has finished; the payload is the save's number."""
     END_EPOCH = "end_epoch"
     """A hook requests that this epoch ends early."""
-    CONTINUE = "go_on"
+    CONTINUE = "continue"
     """An earlier request to stop is withdrawn."""
-    PREEMPT = "leave"
+    PREEMPT = "preempt"
     """A rank received a preemption signal, or a job's time is nearly up; the payload is the signal's name."""
     STOP = "stop"
     """Training should stop; the payload is the reason, which may be empty."""
@@ -156,9 +156,10 @@ class Triggers:
         """Start the control reduction of a window. Collective.
 
         Args:
-            step: the number of windows before it, those without an update included.
-            weight: of this rank's micro-batches.
-            batches: the number of them.
+            step: the number of optimizer steps that were reached before, ``Progress.steps_reached``. Skipped updates
+                count, as ranks go through the same windows.
+            weight: the sum of the weights of this rank's micro-batches.
+            batches: the number of this rank's micro-batches.
             assures_next: whether this rank certainly has the micro-batches of another window of this size.
         """
         if self.posted:

@@ -297,7 +297,7 @@ def test_a_signal_during_set_up_is_handled_later() -> None:
     with SignalWatch(["SIGUSR1"]) as watch:
         os.kill(os.getpid(), signal.SIGUSR1)
         watch.report_to(triggers)
-    assert triggers.raised == {"leave": "SIGUSR1"}
+    assert triggers.raised == {"preempt": "SIGUSR1"}
 
 
 @pytest.mark.parametrize(("given", "name"), [(["SIGTREM"], "'SIGTERM'"), ("SIGTERM", "preemption_signals='SIGTERM'")])
