@@ -10,7 +10,7 @@ import pytest
 from ranks import wait_until
 from torch import nn
 
-from phalanx.framework.metrics import logger_fanout, logger_thread
+from phalanx.framework.metrics import logger_fanout
 from phalanx.framework.metrics.logger_fanout import LoggerFanout
 from phalanx.loggers import Logger
 
@@ -104,7 +104,7 @@ def test_a_logger_that_keeps_raising_is_reported_and_left_out() -> None:
 def test_a_logger_that_hangs_neither_stops_the_steps_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logger_fanout, "_PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(Hanging, "close_seconds", 0.2)
-    monkeypatch.setattr(logger_thread, "_CAPACITY", 10)
+    monkeypatch.setattr(logger_fanout, "_CAPACITY", 10)
     notes: list[str] = []
     good, hanging = Recorder(), Hanging()
     fanout = LoggerFanout([hanging, good], notes.append)

@@ -15,7 +15,7 @@ import torch
 
 from phalanx import loggers
 from phalanx.framework.core.errors import ConfigurationError
-from phalanx.framework.metrics import logger_thread
+from phalanx.framework.metrics import logger_fanout
 from phalanx.framework.metrics.logger_fanout import LoggerFanout
 from phalanx.framework.metrics.media import Histogram, Images, Media, Table, Text
 from phalanx.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
@@ -86,7 +86,7 @@ def test_a_queue_holds_a_limited_amount_of_media(monkeypatch: pytest.MonkeyPatch
     notes: list[str] = []
     logger = Recorder()
     fanout = LoggerFanout([logger], notes.append)
-    monkeypatch.setattr(logger_thread, "_MEDIA_BYTES", 30)
+    monkeypatch.setattr(logger_fanout, "_MEDIA_BYTES", 30)
     for _ in range(3):
         logger.log_image("image", torch.zeros(4, 5))
     fanout.finalize("success")
