@@ -22,8 +22,7 @@ from ..framework.core.degrees import Degrees
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.precision import Precision
 from ..framework.distributed.world import World
-from ..framework.parallel.gradient_averages import average_gradients
-from ..framework.parallel.gradient_operations import FullGradients
+from ..framework.parallel.gradient_operations import FullGradients, average_gradients
 from ..framework.parallel.meta_device import share_buffers, share_tensors
 from ..framework.parallel.recovery import Recovery
 from ..framework.parallel.strategy import Routed, StepAdapter, StepFunction, Strategy, Traits

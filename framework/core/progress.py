@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+_KEYS = {"steps_reached": "attempts"}
+"""The keys of counters in a checkpoint that differ from their names here."""
+
 
 @dataclass
 class Progress:
@@ -18,7 +21,7 @@ class Progress:
     """Micro-batches that each rank has consumed in the whole run."""
     global_step: int = 0
     """Optimizer updates that were applied. Skipped updates do not count."""
-    attempts: int = 0
+    steps_reached: int = 0
     """Optimizer steps that were reached, applied or not. Ranks compare it to detect that they diverge."""
     epoch_ended: bool = False
     """The epoch's last batch and its hooks are done; a resumed run continues with the next epoch."""
@@ -48,12 +51,13 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""
-        return asdict(self)
+        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load counters. Counters that an older checkpoint lacks keep their initial value."""
         # Earlier versions advanced the schedulers in the step itself.
         self.judged_at = state.get("global_step", 0)
         for field in fields(self):
-            if field.name in state:
-                setattr(self, field.name, state[field.name])
+            key = _KEYS.get(field.name, field.name)
+            if key in state:
+                setattr(self, field.name, state[key])

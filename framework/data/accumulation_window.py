@@ -19,12 +19,12 @@ from ..core.errors import DataError
 from ..core.progress import Progress
 from ..distributed.world import World
 from .common_stream import compare_streams
-from .left_out import LeftOut
-from .training_source import NO_BATCH, TrainingSource
+from .training_source import NO_BATCH, TrainingSource, items_after
 
 _END = object()
-Window = tuple["MicroBatches", int] | tuple["MicroBatches", int, Sequence[float]]
-"""The arguments of a training step: micro-batches, size and, for a global batch, the samples of each micro-batch."""
+Window = tuple["MicroBatches", int, Sequence[float] | None]
+"""The arguments of a training step: micro-batches, size, and the samples of each micro-batch where these are parts of a
+global batch, else None."""
 
 
 class MicroBatches(Protocol):
@@ -47,6 +47,36 @@ class FetchedInTurn:
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self._count):
             yield self._fetch()
+
+
+class ExcludedItems:
+    """Answers whether a window of the epoch in progress has items that the run does not train on.
+
+    Args:
+        spans: the excluded items of the epoch.
+        layout: that of the source, which has started the epoch.
+
+    Raises:
+        DataError: the spans count other items than the source does.
+    """
+
+    def __init__(self, spans: Sequence[Span], layout: dict[str, Any]) -> None:
+        self._spans = spans
+        self._first, self._span, self._total = layout["first"], layout["span"], layout["total"]
+        for span in spans:
+            if span.unit != layout["unit"]:
+                raise DataError(
+                    f"the run leaves out {span}, but the loader given now counts {layout['unit']}: a run must resume "
+                    "with the kind of loader that it was started with."
+                )
+
+    def touches(self, batch: int, count: int) -> bool:
+        """Whether the window of ``count`` global micro-batches after ``batch`` has excluded items.
+
+        It may have others too: on another number of ranks, windows begin at other items.
+        """
+        first, stop = (items_after(each, self._first, self._span, self._total) for each in (batch, batch + count))
+        return any(span.first < stop and first < span.end for span in self._spans)
 
 
 class Windows:
@@ -74,14 +104,15 @@ class Windows:
         self._iterator: Iterator[Any] = iter(())
         self._ahead: deque[Any] = deque()
         """Batches that were read from the iterator, but not consumed."""
-        self._assured = 0
-        """The number of batches of the epoch of which this rank certainly has one each."""
+        self._assured_until = 0
+        """This rank certainly has a part of each batch of the epoch before this one; see ``assured_batches``. 0 if that
+        is not known before they are read."""
         self._epoch: int | None = None
         self._taken = self._constant or 0
         """The size of the window that was taken last."""
         self._observers: list[Callable[[Windows], None]] = []
-        self.left_out: list[Span] = []
-        """The data that is left out."""
+        self.excluded_spans: list[Span] = []
+        """The data that this run does not train on."""
         self.resumed_at: dict[str, Any] | None = None
         """The position from a checkpoint at which the next epoch begins; None for its start."""
 
@@ -114,29 +145,30 @@ class Windows:
         self._epoch = self._progress.epoch
         self._ahead.clear()
         self._iterator = iter(self.source.start(self._progress.epoch, self.resumed_at))
-        self._assured = self.source.assured_batches()
+        self._assured_until = self.source.assured_batches()
         self.resumed_at = None
         self._taken = self.size
-        self.mark()
+        self.notify_observers()
 
-    def leave_out(self, spans: Iterable[Span]) -> None:
-        """Leave out data, in addition to what is left out already."""
-        self.left_out = joined([*self.left_out, *spans])
+    def exclude(self, spans: Iterable[Span]) -> None:
+        """Do not train on this data, in addition to what is excluded already."""
+        self.excluded_spans = joined([*self.excluded_spans, *spans])
 
-    def left_out_now(self) -> LeftOut:
-        """Return what is left out of the epoch in progress.
+    def excluded_in_epoch(self) -> ExcludedItems | None:
+        """Return what is excluded of the epoch in progress; None if nothing is.
 
         Raises:
             DataError: it counts other items than the source does.
         """
-        return LeftOut(self.left_out, self._progress.epoch, self.source.layout())
+        spans = [span for span in self.excluded_spans if span.epoch == self._progress.epoch]
+        return ExcludedItems(spans, self.source.layout()) if spans else None
 
     def observe(self, function: Callable[[Windows], None]) -> None:
-        """Call a function with these windows in each ``mark``."""
+        """Call a function with these windows in each ``notify_observers``."""
         self._observers.append(function)
 
-    def mark(self) -> None:
-        """Note that steps and batches have another ratio from the present progress on, or that an epoch begins."""
+    def notify_observers(self) -> None:
+        """Report that steps and batches have another ratio from the present progress on, or that an epoch begins."""
         for observe in self._observers:
             observe(self)
 
@@ -149,14 +181,18 @@ class Windows:
         size = self.size
         if size != self._taken:
             self._taken = size
-            self.mark()
+            self.notify_observers()
         return size
 
     def take(self) -> Window | None:
-        """Return this rank's micro-batches of the next window and the window's size; None at the end of the epoch.
+        """Return the next window: this rank's micro-batches, and their number on a rank that has data for all of them.
 
-        With several ranks there may be fewer than the size, or none, if this rank has run out of data. The first one is
-        in memory.
+        The first micro-batch is in memory. The others are too where they had to be counted, else they are fetched in
+        turn. With several ranks there may be fewer than the size, or none, if this rank has run out of data: the step
+        finds out whether any rank has some.
+
+        Returns:
+            None at the end of the epoch, if this rank knows it by itself: by the length of the data, or on one rank.
         """
         progress, ahead = self._progress, self._ahead
         size = self._constant or self._scheduled()
@@ -169,19 +205,19 @@ class Windows:
             if self._several_ranks:
                 if item is _END and self.assures(1):
                     raise self._ended_early()
-                return ([] if item is _END or item is NO_BATCH else [item]), 1
-            return None if item is _END else ([item], 1)
+                return ([] if item is _END or item is NO_BATCH else [item]), 1, None
+            return None if item is _END else ([item], 1, None)
         if not ahead and self.assures(size):
             ahead.append(self.fetch())
-            return FetchedInTurn(self.fetch, size), size
+            return FetchedInTurn(self.fetch, size), size, None
         count = self._read_ahead(size)
         if self._several_ranks:
-            return FetchedInTurn(self.fetch, count), size
-        return (FetchedInTurn(self.fetch, count), count) if count else None
+            return FetchedInTurn(self.fetch, count), size, None
+        return (FetchedInTurn(self.fetch, count), count, None) if count else None
 
     def assures(self, count: int) -> bool:
         """Whether this rank certainly has a batch for each of the next ``count`` micro-batches of the epoch."""
-        return self._progress.batch_in_epoch + count <= self._assured
+        return self._progress.batch_in_epoch + count <= self._assured_until
 
     def fetch(self) -> Any:
         """Return this rank's next batch.
@@ -196,8 +232,8 @@ class Windows:
 
     def _ended_early(self) -> DataError:
         return DataError(
-            f"{self.source.name} ended within an epoch, before the {self._assured} batches that its sampler gives this "
-            "rank: make sure that its dataset and collate_fn raise no StopIteration."
+            f"{self.source.name} ended within an epoch, before the {self._assured_until} batches that its sampler gives "
+            "this rank: make sure that its dataset and collate_fn raise no StopIteration."
         )
 
     def _read_ahead(self, size: int) -> int:
@@ -211,7 +247,7 @@ class Windows:
                 own.append(item)
         self._ahead.extendleft(reversed(own))
         # A loader that was read to its end may have been started again.
-        self._assured = self.source.assured_batches()
+        self._assured_until = self.source.assured_batches()
         return len(own)
 
     def coming(self, index: int) -> Generator[tuple[Any, int], None, None]:

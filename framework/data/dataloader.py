@@ -128,7 +128,7 @@ def iterate_copy(twin: DataLoader[Any], sampler: IndexSampler, seed: int, name: 
     """Return an iterator over a private copy; raise if the copy does not read its sampler."""
     if twin.generator is not None:
         twin.generator.manual_seed(seed)
-    sampler.clear_begun()
+    sampler.begun = False
     begun: Any = iter(twin)
     batches: Iterator[Any] = drain(begun) if begun is cast(Any, twin) else begun
     return batches if sampler.begun else _checked(batches, sampler, type(twin).__name__, name)

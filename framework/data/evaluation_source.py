@@ -103,7 +103,7 @@ class MapEvaluation(EvaluationSource):
     def record_indices(self) -> None:
         # Batches of other loaders need not arrive one by one in the order in which the sampler yields them.
         if type(self._given).__iter__ is DataLoader.__iter__ and getattr(self._given, "in_order", True):
-            self._sampler.record_indices()
+            self._sampler.records_indices = True
 
     def take_indices(self) -> list[Any] | None:
         return self._sampler.take_indices()

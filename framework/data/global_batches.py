@@ -18,7 +18,7 @@ from .combined_loader import is_collection
 from .dataloader import check_loader, distributed_samplers, is_map_style, order_of, seed_of
 from .map_source import MapSource
 from .orders import LazyItems
-from .samplers import TrainingSampler, shares
+from .samplers import TrainingSampler, rank_parts
 from .training_source import NO_BATCH, Position
 
 
@@ -40,10 +40,6 @@ class GlobalBatchSampler(TrainingSampler):
         """The number of samples in a global batch."""
         return self._samples
 
-    def cut_into(self, size: int) -> None:
-        """Use micro-batches of this size from the next iteration on."""
-        self.width = size
-
     def take_drawn(self) -> tuple[tuple[int, ...], int]:
         """Return the sizes of this rank's micro-batches of the earliest global batch not taken yet.
 
@@ -56,14 +52,14 @@ class GlobalBatchSampler(TrainingSampler):
         # A new queue: an iteration that ended early leaves global batches that were read ahead.
         drawn = self._drawn = deque()
         width = self.width
-        for count, begin, own in shares(items, start, self.span, self.rank, self.size):
+        for count, begin, own in rank_parts(items, start, self.span, self.rank, self.size):
             if self.drop_last and count < self.span:
                 return
             sizes = pieces_of(len(own), width)
             # The parts of the ranks differ by at most one sample.
             drawn.append((sizes, len(pieces_of(ceil_div(count, self.size), width))))
             if not sizes:
-                self.left_out = True
+                self.has_no_last_part = True
                 return
             place = 0
             for size in sizes:
@@ -131,7 +127,7 @@ class GlobalBatchSource(MapSource):
 
     def cut_into(self, size: int) -> None:
         """Use micro-batches of this size from the next ``start`` on."""
-        self._cut.cut_into(size)
+        self._cut.width = size
 
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
         return self._grouped(super().open(epoch, position))

@@ -7,7 +7,7 @@ used as given.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -18,7 +18,6 @@ from .common_stream import FirstBatch
 from .dataloader import Passes, private_copy, seed_of, skip
 from .epochs import pass_epoch_to
 from .orders import length_of
-from .repeated_stream import stream_change, stream_identity
 from .stateful_loader import counts_over_ranks, stateful_part
 from .training_source import NO_BATCH, CountedSource, Position
 
@@ -43,7 +42,8 @@ class IterableSource(CountedSource):
         self._seed = seed_of(loader, seed)
         self._shards_itself = not shard
         self._rank, self._size = (rank, size) if shard else (0, 1)
-        self._readers_per_batch = size // self._size
+        self._user_shards = size // self._size
+        """The number of shards that the loader itself makes of the data: one for each rank, or 1."""
         self._loader = private_copy(loader, None, name) if isinstance(loader, DataLoader) else loader
         self._passes = Passes(self._loader, name)
         self._stateful = stateful_part(self._loader)
@@ -57,14 +57,16 @@ class IterableSource(CountedSource):
         """Batches of the one-process order that were read in this epoch."""
         self._finished = False
         """Whether this epoch was read to its end."""
-        self._at_end = False
-        """Whether the loader was restored at the end of an epoch, and not read since."""
+        self._is_next_pass_empty = False
+        """Whether the loader was restored at the end of an epoch, and not read since: its next pass may be the empty
+        rest of that epoch."""
         self._restored: dict[str, Any] | None = None
         """The state of a checkpoint, which the next ``start`` begins from."""
-        self._other_ranks = False
-        """Whether a loader that shards itself is resumed on another number of ranks, from no state of its own."""
+        # Of a loader that shards itself, and is resumed on another number of ranks, at most one is true.
         self._is_elastic = False
-        """Whether the restored state is that of another number of ranks, and the loader continues from it."""
+        """Whether the loader continues from a state of another number of ranks."""
+        self._is_resharded = False
+        """Whether no state can be used, so that each rank skips its part of the consumed batches."""
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -103,7 +105,7 @@ class IterableSource(CountedSource):
 
     def _compare(self, former: dict[str, Any] | None) -> None:
         """Report a stream whose consumed batches were read again, if they are not those of the interrupted run."""
-        if self._other_ranks:
+        if self._is_resharded:
             self.announce(
                 f"{self.name} shards itself, and the number of ranks has changed: each rank continues after its part "
                 "of the consumed batches. These are the samples of the interrupted run only if the dataset distributes "
@@ -115,34 +117,36 @@ class IterableSource(CountedSource):
     def first_batches(self) -> list[str | None]:
         return [] if self._size == 1 else [self._first_batch.fingerprint]
 
-    def _begin(self, first: int, new_epoch: bool) -> Iterator[Any]:
-        """Return an iterator from the restored state if that is at or before batch ``first``, else from the start.
+    def _begin(self, first: int, is_new_epoch: bool) -> Iterator[Any]:
+        """Return an iterator from the restored state if that is of use, else from the start of the loader.
 
-        Sets ``_read`` to the iterator's position.
+        The state is of use in the epoch that it was saved in, if it is at or before batch ``first``, and in the next
+        epoch, whose order it may determine. Sets ``_read`` to the iterator's position in the epoch.
         """
         restored, self._restored = self._restored, None
         self._read, self._finished = 0, False
-        usable = restored is not None and "state" in restored and (restored["read"] <= first or new_epoch)
-        if restored is None or self._stateful is None or not usable:
-            return self._pass()
+        if restored is None or self._stateful is None or "state" not in restored:
+            return self._begin_pass()
+        if not is_new_epoch and restored["read"] > first:
+            return self._begin_pass()
         self._stateful.load_state_dict(restored["state"])
         total = length_of(self._loader)
-        self._at_end = restored["finished"] or (total is not None and restored["read"] >= total)
-        if not new_epoch:
-            self._read, self._finished = restored["read"], self._at_end
-            # At its end the loader would start again.
-            return iter(()) if self._at_end else self._pass()
-        if self._stateful is self._loader and not self._at_end:
-            # Begin and drop the interrupted pass, which the loader would otherwise continue.
-            self._pass()
-        return self._pass()
+        has_ended = restored["finished"] or (total is not None and restored["read"] >= total)
+        self._is_next_pass_empty = has_ended
+        if is_new_epoch:
+            if self._stateful is self._loader and not has_ended:
+                # Begin and drop the interrupted pass, which the loader would otherwise continue.
+                self._begin_pass()
+            return self._begin_pass()
+        self._read, self._finished = restored["read"], has_ended
+        # At its end the loader would start again.
+        return iter(()) if has_ended else self._begin_pass()
 
-    def _pass(self) -> Iterator[Any]:
+    def _begin_pass(self) -> Iterator[Any]:
         batches = self._passes.begin()
-        at_end, self._at_end = self._at_end, False
-        if not at_end:
+        may_be_empty, self._is_next_pass_empty = self._is_next_pass_empty, False
+        if not may_be_empty:
             return batches
-        # The first pass of a loader that was restored at the end of an epoch may be the empty rest of that epoch.
         for batch in batches:
             return itertools.chain([batch], batches)
         return self._passes.begin()
@@ -172,7 +176,7 @@ class IterableSource(CountedSource):
         Rounded down, so that a loader that shards itself repeats batches of an uneven rest and loses none. One that
         distributes the rest itself has begun another round.
         """
-        return ceil_div(items, self._readers_per_batch) if self._is_elastic else items // self._readers_per_batch
+        return ceil_div(items, self._user_shards) if self._is_elastic else items // self._user_shards
 
     def _identity(self) -> dict[str, Any]:
         return stream_identity(self._workers, self._opening.fingerprint)
@@ -187,7 +191,7 @@ class IterableSource(CountedSource):
             self._is_elastic = True
             self._restored = {**states[0], "read": self._batches_in(states[0]["read"] * len(states))}
         else:
-            self._other_ranks = True
+            self._is_resharded = True
 
 
 def _round_robin(batches: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
@@ -204,3 +208,32 @@ def _round_robin(batches: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
             if place == rank:
                 yield batch
             del batch
+
+
+def stream_identity(workers: int, first_batch: str | None) -> dict[str, Any]:
+    """Return the values by which a later run recognizes the stream of an epoch, as JSON values.
+
+    Args:
+        workers: the loader's number of workers.
+        first_batch: the fingerprint of the epoch's first batch, or None if unknown.
+    """
+    # One worker yields the batches in the order of the rank's own process.
+    return {"workers": max(workers, 1), "first_batch": first_batch}
+
+
+def stream_change(name: str, former: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return a message if a stream is not the one that the interrupted run has read, else None."""
+    workers, first_batch = former.get("workers", now["workers"]), former.get("first_batch")
+    if workers != now["workers"]:
+        return (
+            f"The interrupted run read {name} with num_workers={workers}, and this one has "
+            f"num_workers={now['workers']}. Workers change the order of an iterable dataset, so some samples are "
+            "repeated and others are never read: resume with the same number of workers."
+        )
+    if None not in (first_batch, now["first_batch"]) and first_batch != now["first_batch"]:
+        return (
+            f"{name} does not yield the batches again that the interrupted run has consumed: the first batch of this "
+            "epoch differs. Some samples are repeated and others are never read: give its shuffling a seed. Nothing is "
+            "lost if only random augmentation differs."
+        )
+    return None

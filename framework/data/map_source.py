@@ -30,7 +30,8 @@ class MapSource(CountedSource):
         self._given = loader
         self._sampler = sampler
         self._seed = seed
-        self._shares = world // sampler.size
+        self._user_shards = world // sampler.size
+        """The number of shards that the user's sampler makes of the data: one for each rank, or 1."""
         self._loader = private_copy(loader, sampler, name)
         # A DataLoader yields one batch for each item of its sampler. A class with an iteration of its own may not.
         self._reads_all = type(loader).__iter__ is DataLoader.__iter__
@@ -41,11 +42,11 @@ class MapSource(CountedSource):
 
     def len_batches(self, position: Position | None = None) -> int | None:
         items = self.items_before(position)
-        left = self._sampler.length(items // self._shares)
+        left = self._sampler.length(items // self._user_shards)
         return None if left is None else ceil_div(items, self.span) + left
 
     def total_items(self) -> int | None:
-        if self._shares > 1:
+        if self._user_shards > 1:
             return None  # the user shards, and ranks may have different numbers of samples
         return self._sampler.order.length()
 
@@ -54,7 +55,7 @@ class MapSource(CountedSource):
         return None if total is None else f"{total} {self.unit}, {self._sampler.order.described()}"
 
     def layout(self) -> dict[str, Any]:
-        ranks = self._sampler.size if self._shares == 1 else None
+        ranks = self._sampler.size if self._user_shards == 1 else None
         return {**super().layout(), "ranks": ranks, "order": self._sampler.order.layout()}
 
     def assured_batches(self) -> int:
@@ -62,7 +63,7 @@ class MapSource(CountedSource):
         return 0 if own is None or not self._reads_all else self.batches_before(self._began_at) + own
 
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
-        self._sampler.read_from(self.items_before(position) // self._shares, epoch)
+        self._sampler.read_from(self.items_before(position) // self._user_shards, epoch)
         pass_epoch_to(self._given, epoch)
         batches = iterate_copy(self._loader, self._sampler, mix_seed(self._seed, epoch), self.name)
         return itertools.chain(batches, self._rest()) if self._sampler.size > 1 else batches
@@ -70,7 +71,7 @@ class MapSource(CountedSource):
     def _rest(self) -> Iterator[Any]:
         # Runs after the loader is exhausted: only then does the sampler know whether this rank has a part of the last
         # batch.
-        if self._sampler.left_out:
+        if self._sampler.has_no_last_part:
             yield NO_BATCH
 
 

@@ -1,8 +1,7 @@
 """Samplers: the samples of a rank as a pure function of (seed, epoch, position, rank, size).
 
-Terms: the *order* of an epoch is the sequence of items that the user's sampler yields in one process. In training,
-*global micro-batch* k covers ``size * width`` consecutive items of the order, of which rank r takes the r-th contiguous
-part. In evaluation, batch i of the one-process order belongs entirely to rank ``i % size``.
+``training_source`` defines the terms. In evaluation, batch i of the one-process order belongs entirely to rank
+``i % size``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..distributed.data_parallel import ceil_div, part_of
 from .orders import LazyItems, Order, chunks
 
 
-def shares(
+def rank_parts(
     items: Sequence[Any] | LazyItems, start: int, span: int, rank: int, size: int
 ) -> Iterator[tuple[int, int, Sequence[Any]]]:
     """Yield, for each ``span`` items from ``start``: their number, and the start and the items of the rank's part.
@@ -55,7 +54,7 @@ class IndexSampler:
     """Replaces the sampler of a copied loader. ``epoch`` is set before ``iter()``; other attributes are the original's.
 
     Attributes:
-        begun: Whether the sampler was iterated since ``begun`` was last cleared.
+        begun: Whether the sampler was iterated since this was last set to False.
     """
 
     def __init__(self, original: Any, order: Order, width: int, *, whole: bool, seed: int, seeded: bool) -> None:
@@ -75,10 +74,6 @@ class IndexSampler:
             raise AttributeError(name)
         return getattr(self._original, name)
 
-    def clear_begun(self) -> None:
-        """Clear ``begun`` before an iteration."""
-        self.begun = False
-
     def _pack(self, indices: Sequence[Any], first: int, epoch: int) -> Any:
         """Return the index object that the loader fetches for items beginning at position ``first`` of the order."""
         if not self._seeded:
@@ -95,7 +90,7 @@ class TrainingSampler(IndexSampler):
 
     Attributes:
         start: The number of items of the order that are already consumed.
-        left_out: Whether the last global micro-batch of the last iteration contained no item for this rank.
+        has_no_last_part: Whether the last global micro-batch of the last iteration contained no item for this rank.
         own_batches: The number of batches of this rank in the last iteration; None if unknown.
     """
 
@@ -117,7 +112,7 @@ class TrainingSampler(IndexSampler):
         self.size = size
         self.drop_last = drop_last
         self.start = 0
-        self.left_out = False
+        self.has_no_last_part = False
         self.own_batches: int | None = None
 
     def read_from(self, start: int, epoch: int) -> None:
@@ -145,7 +140,7 @@ class TrainingSampler(IndexSampler):
 
     def __iter__(self) -> Iterator[Any]:
         self.begun = True
-        self.left_out = False
+        self.has_no_last_part = False
         # The order is computed here, not at the first ``next``: another epoch may be set in between.
         items = self.order.items(self.epoch)
         self.own_batches = None if isinstance(items, LazyItems) else self._count_own(len(items))
@@ -159,11 +154,11 @@ class TrainingSampler(IndexSampler):
     def _batches(self, items: Sequence[Any] | LazyItems, start: int, epoch: int) -> Iterator[Any]:
         span = self.span
         packs = self._seeded or self.whole
-        for count, begin, own in shares(items, start, span, self.rank, self.size):
+        for count, begin, own in rank_parts(items, start, span, self.rank, self.size):
             if self.drop_last and count < span:
                 return
             if not len(own):
-                self.left_out = True
+                self.has_no_last_part = True
                 return
             yield self._pack(own, start + begin, epoch) if packs else list(own)
             start += span
@@ -180,7 +175,8 @@ class EvaluationSampler(IndexSampler):
         self.first = 0
         self.step = 1
         self.stop: int | None = None
-        self._records = False
+        self.records_indices = False
+        """Whether to record the items of each batch until ``take_indices`` returns them."""
         self._recorded: deque[Sequence[Any]] = deque()
 
     def read_from(self, first: int, step: int, stop: int | None) -> None:
@@ -188,10 +184,6 @@ class EvaluationSampler(IndexSampler):
         self.first, self.step, self.stop = first, step, stop
         # A new queue: an iteration that ended early leaves the indices of batches that were read ahead.
         self._recorded = deque()
-
-    def record_indices(self) -> None:
-        """Record the items of each batch until ``take_indices`` returns them."""
-        self._records = True
 
     def take_indices(self) -> list[Any] | None:
         """Return the items of the earliest batch not taken yet; None if no batch is recorded."""
@@ -220,11 +212,11 @@ class EvaluationSampler(IndexSampler):
         return self._batches(self.order.items(self.epoch), (self.first, self.step, self.stop), self.epoch)
 
     def _batches(
-        self, items: Sequence[Any] | LazyItems, share: tuple[int, int, int | None], epoch: int
+        self, items: Sequence[Any] | LazyItems, every: tuple[int, int, int | None], epoch: int
     ) -> Iterator[Any]:
-        for number, chunk in _every(items, self.width, *share):
+        for number, chunk in _every(items, self.width, *every):
             if self.drop_last and len(chunk) < self.width:
                 return
-            if self._records:
+            if self.records_indices:
                 self._recorded.append(chunk)
             yield self._pack(chunk, number * self.width, epoch)

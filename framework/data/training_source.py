@@ -1,4 +1,37 @@
-"""Sources of training data: one rank's batches of an epoch, from any position of the epoch."""
+"""Sources of training data: one rank's batches of an epoch, from any position of the epoch.
+
+Terms in this folder:
+
+    item                 a sample; or a batch, where the loader itself decides what is in one (``batch_size=None``, a
+                         ``batch_sampler`` of the user's, an iterable)
+    order                the items of an epoch, in the sequence in which one process reads them
+    width                the number of items in a batch of one rank
+    span                 the number of consecutive items that all ranks read together, in a global micro-batch or a
+                         global batch. (A ``Span`` is a range of items that a run does not train on.)
+    global micro-batch   the batches that all ranks read together: ``width`` items of the order for each rank
+    global batch         all items of an optimizer step, where ``global_batch_size`` fixes their number
+    part                 the items of a global micro-batch, or of a global batch, that one rank reads: the r-th
+                         contiguous part of them is that of rank r
+    batch                in counts and positions: a global micro-batch, or a global batch where its size is fixed;
+                         ``Progress.global_batch`` counts those of the whole run
+    window               the micro-batches of one optimizer step
+
+A position in the data, from the training loop to a sample:
+
+    ``Progress.batch_in_epoch``            batches that the loop has consumed; batches that were read ahead do not count
+    ``TrainingSource.position_after``      the items in them, such as ``{"samples": 640}``, for a checkpoint. It is the
+                                           same for any number of ranks and any batch size
+    ``TrainingSource.start``               the batches that follow a position
+    ``TrainingSampler.read_from``          the first item to read, ``items_before(position)``
+    ``SeededBatch``                        in worker processes, each sample is fetched with generators that are seeded
+                                           by its place in the order, so that any worker draws the same numbers
+
+The source of a loader (``prepare_training``):
+
+    ``DataLoader`` over a map-style dataset        ``MapSource``; ``GlobalBatchSource`` with a fixed global batch size
+    any other ``DataLoader``, any other iterable   ``IterableSource``, of which each rank takes every n-th batch
+    collection of loaders, ``CombinedLoader``      ``CombinedTraining``, made of the sources of its loaders
+"""
 
 from __future__ import annotations
 

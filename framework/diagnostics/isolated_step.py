@@ -12,7 +12,6 @@ from ..api.train_module import TrainModule
 from ..core.errors import LoopError
 from ..distributed.seed import capture, restore
 from ..metrics.torchmetrics_state import metrics_set_aside
-from ..parallel.fresh_batches import fresh as fresh
 from ..parallel.sync_batch_norm import is_collective
 from .program_state import ProgramState, is_of_program
 

@@ -1,15 +1,26 @@
-"""Non-finite losses and gradients (NaN, Inf): detected by all ranks in the step in which they appear.
+"""Non-finite losses and gradients (NaN, Inf): what is checked, when, and the policy for what is found.
 
-Detection precedes the update, so the weights are still good:
+The policy and the device decide what is checked (``checks_of``):
 
-- On a CPU, each rank checks its losses where they are read anyway. A non-finite loss needs no message of its own: it is
-  part of a message that the step exchanges in any case. That is the flag that ``ddp`` reduces with the gradients, or
-  the message in which ranks under other strategies report whether they had a loss.
-- Gradients are checked before the update, in one pass over memory.
-- Once a non-finite value is found, all ranks know of it at the same point of the step. Only then do they exchange more:
+    policy, device    loss                                     gradient
+    raise, CPU        in its step, before the update           before the update
+    raise, CUDA       a copy of it, one or two steps later     not checked
+    skip, CPU         in its step, before the update           before the update
+    skip, CUDA        not checked; its gradient is             before the update
+    ignore            not checked                              not checked
+
+With a loss scale ``Updater`` checks gradients before each update in any case, and skips those that the scale made
+overflow. A strategy that scales losses itself checks gradients itself, and this file does not.
+
+- On a CPU, losses are read anyway. A non-finite loss needs no message of its own: it is part of a message that the step
+  exchanges in any case. That is the flag that ``ddp`` reduces with the gradients, or the message in which ranks under
+  other strategies report whether they had a loss. Where the check precedes the update, the weights are still good.
+- On CUDA, reading a loss or the result of a check would make the host wait for the device. ``raise`` never does:
+  losses are copied in the background. By then weights may have been updated from them, so a run resumes from its newest
+  checkpoint. ``skip`` waits, once in each step.
+- Gradients are checked in one pass over memory.
+- Once a non-finite value is found, all ranks know of it at the same point of a step. Only then do they exchange more:
   the rank, the source and the batch.
-
-On CUDA, ``raise`` never waits for the device: losses are copied in the background and checked one or two steps later.
 """
 
 from __future__ import annotations
@@ -33,6 +44,28 @@ IN_ALL = 100
 SHARE_OF_ALL = 0.01
 _MOST_KEPT = 4
 _ADVICE = "Lower the learning rate or clip gradients. Trainer(nonfinite='skip') skips such updates; 'ignore' continues."
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The values that are checked in a fit."""
+
+    losses: bool
+    """Each loss in its step."""
+    copied_losses: bool
+    """Copies of losses, one or two steps later."""
+    gradients: bool
+    """Gradients before each update."""
+
+
+def checks_of(policy: str, device_type: str, strategy_scales_losses: bool) -> Checks:
+    """Return what is checked under a policy; see the table at the head of this file."""
+    on_cpu = device_type == "cpu"
+    return Checks(
+        losses=policy != "ignore" and on_cpu,
+        copied_losses=policy == "raise" and device_type == "cuda",
+        gradients=not strategy_scales_losses and (policy == "skip" or (policy == "raise" and on_cpu)),
+    )
 
 
 @dataclass(frozen=True)
@@ -83,13 +116,9 @@ class NonFiniteGuard:
         self.newest = newest or _nothing
         """Returns the current micro-batch of this rank."""
         self._kept = 0
-        on_host = run.device_type == "cpu"
-        # A strategy that scales losses itself also skips the updates that its scale makes overflow.
-        owned = run.fabric.strategy_scales_losses
-        self.sees_losses = policy != "ignore" and on_host
-        sees_gradients = not owned and (policy == "skip" or (policy == "raise" and on_host))
-        updater = run.updater
-        updater.guard(policy == "skip" and not owned, self.handle_gradients if sees_gradients else None)
+        self.checks = checks_of(policy, run.device_type, run.fabric.strategy_scales_losses)
+        handler = self.handle_gradients if self.checks.gradients else None
+        run.updater.guard(self.checks.gradients and policy == "skip", handler)
 
     def see(self, loss: float, batch: Any, index: int) -> None:
         """Record a non-finite loss of this rank. In one process, ``raise`` raises immediately."""
@@ -98,9 +127,9 @@ class NonFiniteGuard:
         if self.policy == "raise" and self.run.world.size == 1 and not self.waits:
             self.handle_loss()
 
-    def agree(self) -> bool:
+    def is_any_loss_bad(self) -> bool:
         """Whether any rank had a non-finite loss, for steps without another message that reports it. Collective."""
-        if self.run.world.size == 1 or not self.sees_losses:
+        if self.run.world.size == 1 or not self.checks.losses:
             return self.bad is not None
         (bad,) = self.run.world.control_reduce([self.bad is not None]).wait()
         return bad > 0
@@ -126,10 +155,11 @@ class NonFiniteGuard:
         self.skipped += 1
         if self.in_a_row >= IN_A_ROW:
             raise NonFiniteError(f"{what} This is the {self.in_a_row}th skipped update in a row. {_ADVICE}")
-        if self.skipped > max(IN_ALL, SHARE_OF_ALL * self.run.progress.attempts):
+        steps_before = self.run.progress.steps_reached
+        if self.skipped > max(IN_ALL, SHARE_OF_ALL * steps_before):
             raise NonFiniteError(
-                f"{what} Now {self.skipped} of {self.run.progress.attempts + 1} updates have been skipped: more than "
-                f"{IN_ALL} and more than {SHARE_OF_ALL:.0%}. {_ADVICE}"
+                f"{what} Now {self.skipped} of {steps_before + 1} updates have been skipped: more than {IN_ALL} and "
+                f"more than {SHARE_OF_ALL:.0%}. {_ADVICE}"
             )
         if self.skipped & (self.skipped - 1) == 0:
             self.run.note(f"An update was left out ({self.skipped} so far): {what}")

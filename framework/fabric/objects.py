@@ -17,10 +17,9 @@ from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
 from ..core.proxy import Proxy
 from ..core.split_optimizer import needs_closure
-from ..parallel.closures import evaluate_once
 from ..parallel.compilation import Compilation
 from ..parallel.generation import route_generation
-from ..parallel.optimizer_step import Updater
+from ..parallel.optimizer_step import Updater, evaluate_once
 from ..parallel.strategy import Strategy
 from .gradient_window import GradientWindow
 

@@ -19,7 +19,7 @@ from ..distributed.batch_copy import BatchCopy
 from ..distributed.gather import gather_rows
 from ..distributed.seed import seed_everything
 from ..parallel.compilation import Compilation, compilation_of
-from ..parallel.placed_parts import placed_parts
+from ..parallel.meta_device import placed_parts
 from ..parallel.strategy import Routed
 from ..parallel.strategy_checks import check_placed
 from .collectives import Collectives

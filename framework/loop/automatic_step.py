@@ -1,17 +1,28 @@
 """One optimizer step under automatic optimization. All dispatch is resolved in ``__init__``.
 
-A step is a window of micro-batches, always in these phases:
+A step is a window of micro-batches, always in these phases. Those with [R] are left out on one rank, which has nothing
+to exchange.
 
-    start the control reduction: the weight of the window over all ranks, and signals
-    for each micro-batch (``Passes.run``, which has the gradient rule):
-        fetch, unless all were fetched before; transfer, on_train_batch_start, training_step
-        (after the first: read the control reduction, zero the gradients of the previous step)
-        (before the last: start the reduction of two flags: any rank had a loss, any loss was not finite)
-        backward
-        on_train_batch_end, except for the last
-    handle signals
-    clip, update, learning rates
+    [R] start the control reduction: weight of the window over all ranks, signals      ``ReducedTotals.open``
+    for each micro-batch, in the order and by the gradient rule of ``Passes.run``:
+        fetch, unless all were fetched before                                          ``with_fillers``
+        transfer, on_train_batch_start                                                 ``TrainingStep.start_batch``
+        training_step                                                                  ``forward_pass``
+        after the first forward pass:                                                  ``begin_backward``
+            [R] read the control reduction                                             ``ReducedTotals.wait``
+            on_before_zero_grad, drop the gradients of the previous step
+        check the loss, where the policy for non-finite values says so                 ``LossChecks.note``
+        before the last backward pass:                                                 ``backward_pass``
+            [R] start the reduction of two flags: any rank had a loss, any was not finite    ``StepFlags.send``
+        on_before_backward, backward, on_after_backward                                ``Passes.contribute``
+        on_train_batch_end, except for the last micro-batch                            ``end_micro_batch``
+    [R] exchange and handle signals                                                    ``ReducedTotals.close``
+    [R] read the flags: every rank or none updates                                     ``StepFlags.read``
+    unscale, check gradients, on_before_optimizer_step, clip, step                     ``Updater.bound``
+    weight averages, learning rates, counters                                          ``_update``
     on_train_batch_end of the last micro-batch
+
+On one rank signals are handled after the step, in ``FitLoop._steps``.
 
 A rank with fewer micro-batches than the others, or with a batch without a loss, still runs all collectives. If passes
 through the model contain collectives, its window is filled up with filler batches, micro-batches of weight 0 (see
@@ -119,31 +130,33 @@ class AutomaticStep(TrainingStep):
         self.phase[0] = LAST_BACKWARD
         if loss is not None:
             self.loss_checks.note(loss)
-            # Not by the rule of ``Passes``, whose mean weight is that of the last longer window.
+            # One batch needs no weight; ``passes.mean_weight`` may be left over from an earlier window.
             self.passes.contribute(loss if self.scaler is None else weighted(loss, 1.0, self.scaler))
         self._update(loss is not None, self.guard.bad is not None, 1, index)
         self.run.in_window = False
         if self.batch_end and not self.epoch_skipped:
-            self._end_batch(output, batch, index)
+            self.end_micro_batch(output, batch, index)
         return True
 
     def _run_window(self, batches: MicroBatches, size: int, samples: Sequence[float] | None) -> bool:
         """Run a window of any number of micro-batches on any number of ranks. Collective."""
         self.epoch_skipped = False
         index, count = self.progress.batch_in_epoch, len(batches)
+        # The batches of the epoch that the window counts as, and the distance of the indices of its micro-batches:
+        # those of a global batch have one index.
         consumed, stride = (size, 1) if samples is None else (1, 0)
         batches, weights = with_weights(batches, self.batch_weight, samples)
         coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), self.filler)
         first = next(coming)
-        # After a request to stop, which may leave this window out, its hooks come later.
-        started = [self._start(first[0], index)] if self.starts_early and not self.triggers.raised else []
+        # After a request to stop, for which this window may not run, its hooks come later.
+        started = [self.start_micro_batch(first[0], index)] if self.starts_early and not self.triggers.raised else []
         passes = self.totals.open(first[0], weights, size)
         if passes == 0:
             return False
         # Saves are refused until the update: a checkpoint in between would lose the accumulated gradients.
         self.run.in_window = True
         self.has_loss = False
-        window = _InTurn(self, first, coming, started, index, stride, count)
+        window = SequentialWindow(self, first, coming, started, index, stride, count)
         self.passes.run(passes, window)
         self.totals.close()
         self._end_window(window.ended, consumed, index + max(count - 1, 0) * stride)
@@ -151,30 +164,30 @@ class AutomaticStep(TrainingStep):
 
     def _end_window(self, ended: tuple[Any, Any, int] | None, consumed: int, index: int) -> None:
         """Update, and call the hooks of the last micro-batch: its output, itself and its index, None without one."""
-        has_loss, nonfinite = self.flags.read(self.guard.sees_losses)
+        has_loss, nonfinite = self.flags.read(self.guard.checks.losses)
         if self.accepts is not None and has_loss and not self.accepts():
             return
         self._update(has_loss, nonfinite, consumed, index)
         self.run.in_window = False
         # Callbacks may call collectives after an update, for example to save, so ranks without a loss call them too.
         if ended is not None and not self.epoch_skipped:
-            self._end_batch(*ended)
+            self.end_micro_batch(*ended)
         elif self.is_distributed:
             self._end_without_loss(index)
 
     # ---- the phases of a micro-batch -------------------------------------------------------------------------------
 
-    def _start(self, batch: Any, index: int) -> Any:
+    def start_micro_batch(self, batch: Any, index: int) -> Any:
         """Start a batch and return it, or a filler if a hook has skipped this or an earlier batch of the epoch."""
         self.last_batch = self.last_batch if batch is FILLER else batch
         if batch is FILLER or self.epoch_skipped:
             return FILLER
         batch = self.start_batch(batch, index)
         if self.epoch_skipped:
-            self._leave_out_of_log()
+            self._drop_from_log()
         return FILLER if self.epoch_skipped else batch
 
-    def _forward(self, batch: Any, index: int) -> tuple[Any, Tensor | None]:
+    def forward_pass(self, batch: Any, index: int) -> tuple[Any, Tensor | None]:
         """Run the user's step on a batch; return its output, and its loss if it has one."""
         if batch is FILLER:
             # In lockstep a filler is a full pass, because the forward pass contains collectives. Otherwise it is empty.
@@ -182,17 +195,17 @@ class AutomaticStep(TrainingStep):
         output = self.forward(batch, index)
         loss = output if output.__class__ is Tensor else loss_of(output)
         if loss is None:
-            self._leave_out_of_log()
+            self._drop_from_log()
         elif self.is_watching:
             self.is_watching, self.forward = False, self.routed()
         return output, loss
 
-    def _leave_out_of_log(self) -> None:
+    def _drop_from_log(self) -> None:
         """Allow this rank to log fewer names than the others, which may log in steps in which it has no loss."""
         if self.is_distributed:
             self.log.drop_batch()
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         """Read the totals of the window, call the hooks, and drop the gradients and flags of the previous step."""
         self.totals.wait()
         self.passes.mean_weight = self.totals.mean_weight
@@ -201,7 +214,7 @@ class AutomaticStep(TrainingStep):
         self.zero_grad()
         self.flags.reset()
 
-    def _backward(self, loss: Tensor | None, weight: float, is_last: bool) -> None:
+    def backward_pass(self, loss: Tensor | None, weight: float, is_last: bool) -> None:
         """Run the backward pass of a micro-batch; without a loss on this rank, run only its collectives."""
         if is_last:
             self.phase[0] = LAST_BACKWARD
@@ -213,7 +226,8 @@ class AutomaticStep(TrainingStep):
             self.flags.send(self.has_loss, self.guard.bad is not None)
         self.passes.backward(loss, weight, is_last)
 
-    def _end_batch(self, output: Any, batch: Any, index: int) -> None:
+    def end_micro_batch(self, output: Any, batch: Any, index: int) -> None:
+        """Call ``on_train_batch_end``."""
         if self.batch_end:
             outputs = outputs_for_hooks(output)
             for hook in self.batch_end:
@@ -248,7 +262,7 @@ class AutomaticStep(TrainingStep):
             self.losses.count_missing(self.epoch_skipped)
         self.advance(consumed)
         if self.progress.global_step == step:
-            self.note_left_out()
+            self.after_no_update()
 
     # ---- resolved once ---------------------------------------------------------------------------------------------
 
@@ -293,8 +307,18 @@ class AutomaticStep(TrainingStep):
             self.filler.release()
 
 
-class _InTurn:
-    """The passes of a window that are run one after another."""
+class SequentialWindow:
+    """The passes of one window that run one after another, for ``Passes.run``.
+
+    Args:
+        step: runs the phases of each micro-batch.
+        first: the first micro-batch of this rank, or a filler, and its weight.
+        coming: the others with their weights, followed by fillers.
+        started: the first micro-batch, where it was started before the control reduction; else empty.
+        index: the index in the epoch of the first micro-batch.
+        stride: the distance between the indices of two micro-batches: 0 if all are parts of one global batch, else 1.
+        count: the number of this rank's micro-batches, without fillers.
+    """
 
     def __init__(
         self,
@@ -310,7 +334,6 @@ class _InTurn:
         self._fetched, self._weight = first
         self._coming = coming
         self._started = started
-        """The first micro-batch, where it was started before the control reduction."""
         self._index, self._stride, self._count = index, stride, count
         self._batch: Any = FILLER
         self._output: Any = None
@@ -325,18 +348,18 @@ class _InTurn:
             self._fetched, self._weight = next(self._coming)
         # After the fetch: a rank that waits for its data is behind the others.
         step.phase[0] = position
-        self._batch = self._started.pop() if self._started else step._start(self._fetched, index)
-        self._output, loss = step._forward(self._batch, index)
+        self._batch = self._started.pop() if self._started else step.start_micro_batch(self._fetched, index)
+        self._output, loss = step.forward_pass(self._batch, index)
         return loss
 
     def begin_backward(self) -> None:
         """Prepare the first backward pass."""
-        self._step._begin_backward()
+        self._step.begin_backward()
 
     def backward(self, loss: Tensor | None, position: int, is_last: bool) -> None:
         """Run the backward pass, and end a micro-batch that is not the last."""
-        self._step._backward(loss, self._weight, is_last)
+        self._step.backward_pass(loss, self._weight, is_last)
         if self._batch is not FILLER:
             self.ended = self._output, self._batch, self._index + position * self._stride
             if position < self._count - 1:
-                self._step._end_batch(*self.ended)
+                self._step.end_micro_batch(*self.ended)

@@ -19,19 +19,20 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..data.common_stream import compare_streams
 from ..data.evaluation_source import EvaluationSource, NumberedBatches
-from ..diagnostics.isolated_step import fresh, isolated
-from ..distributed.user_collectives import answer
+from ..diagnostics.isolated_step import isolated
+from ..distributed.user_collectives import answer, varying
 from ..metrics.metric_entry import Entry
 from ..metrics.metric_log import MetricLog
 from ..metrics.no_log import NoLog
+from ..parallel.fresh_batches import fresh
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
-from .evaluation_metrics import StepMetrics
-from .evaluation_mode import evaluating
+from ..run.run_metrics import as_numbers
 from .filler_batches import as_filler, in_rounds
 
 _PREFIX = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -45,24 +46,13 @@ class EvaluationPlan:
     sources: Sequence[EvaluationSource]
     limits: Sequence[int | None]
     transfer: Callable[[Any, int], Any] | None
+    """Moves a batch of a loader to the device; None if batches are not moved."""
     inference_mode: bool = True
     seen: dict[int, int] = field(default_factory=dict)
     """Batches of each loader that this rank has seen so far, in all evaluations of this plan."""
 
     noted: set[int | str] = field(default_factory=set)
     """The loaders that were reported as empty, and ``"ranks"`` once the ranks have compared their first batches."""
-
-    def use_transfer(self, transfer: Callable[[Any, int], Any] | None) -> None:
-        """Move batches to the device with this function; with None they are not moved."""
-        self.transfer = transfer
-
-    def use_sources(self, sources: Sequence[EvaluationSource], limits: Sequence[int | None]) -> None:
-        """Evaluate other loaders from now on."""
-        self.sources, self.limits = sources, limits
-
-    def share_notes(self, other: EvaluationPlan) -> None:
-        """Report a loader once in this plan and the other."""
-        self.noted = other.noted
 
     @property
     def prefix(self) -> str:
@@ -259,3 +249,92 @@ def logging_to(run: Run, log: MetricLog | NoLog) -> Generator[None, None, None]:
         run.module.log_to(kept)
         if isinstance(log, MetricLog):
             run.metrics.exclude(log)
+
+
+# Number of batches whose step values wait on the device before they are read for the loggers: each read synchronizes.
+_STEPS_WAITING = 256
+
+
+class StepMetrics:
+    """Values logged with ``on_step=True`` in an evaluation, for the loggers, indexed by the number of batches seen.
+
+    Values are read in groups, since reading a value from a device waits for the device.
+    """
+
+    def __init__(self, run: Run, seen: dict[int, int], log: MetricLog, loader: int) -> None:
+        self._log = log
+        self._run = run
+        strategy = run.strategy
+        self._part = strategy.part
+        self._seen = seen
+        self._loader = loader
+        self._waiting: list[tuple[int, dict[str, Any]]] = []
+
+    def begin(self, batch: Any) -> None:
+        """Weight the values that the step logs by this batch."""
+        self._log.begin_batch(batch, self._part.share)
+        self._log.fed.add(self._log.loader)
+
+    def record(self) -> None:
+        """Record the step values of a batch."""
+        seen = self._seen[self._loader] = self._seen.get(self._loader, 0) + 1
+        if (values := self._log.step_values("logger")) and not self._run.sanity_checking:
+            self._waiting.append((seen, values))
+            if len(self._waiting) >= _STEPS_WAITING:
+                self.flush()
+
+    def flush(self) -> None:
+        """Send the recorded values to the loggers."""
+        for step, values in self._waiting:
+            self._run.loggers.log_metrics({**as_numbers(values), "epoch": self._run.progress.epoch}, step)
+        self._waiting = []
+
+
+@contextmanager
+def evaluating(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
+    """Prepare the module for evaluation: the buffers of one rank, and averaged weights if there are any."""
+    run.strategy.sync_buffers(run.module)
+    with varying(run.world), run.averages.evaluated(), in_evaluation_mode(run, plan.prefix, plan.inference_mode):
+        yield
+
+
+@contextmanager
+def in_evaluation_mode(run: Run, prefix: str, inference_mode: bool) -> Generator[None, None, None]:
+    """Put the module in evaluation mode without gradients; on exit restore the mode of each submodule."""
+    modes = {part: part.training for part in run.module.modules()}
+    own_eval = run.module_hook(f"on_{prefix}_model_eval")
+    for hook in own_eval:
+        hook()
+    if not own_eval:
+        run.module.eval()
+    # A forward pass that gathers parameters leaves inference mode, and could not update the state of a metric that was
+    # reset in it. Layers of a precision may not support it either: torchao's raise NotImplementedError.
+    supported = not run.traits.forward_has_collectives and not run.precision.replaces_layers
+    inference = inference_mode and supported
+    context = torch.inference_mode() if inference else torch.no_grad()
+    ordinary = [each for each in run.module.parameters() if not each.is_inference()] if inference else []
+    run.evaluating = True
+    try:
+        with context:
+            yield
+    finally:
+        if inference:
+            _to_training(ordinary, run.module)
+        run.evaluating = False
+        own_train = run.module_hook(f"on_{prefix}_model_train")
+        for hook in own_train:
+            hook()
+        if not own_train:
+            for part, mode in modes.items():
+                part.training = mode
+
+
+def _to_training(parameters: Sequence[nn.Parameter], module: nn.Module) -> None:
+    """Make ordinary tensors, which training can use, of data of parameters and buffers set in inference mode."""
+    for parameter in parameters:
+        if parameter.is_inference():
+            parameter.data = parameter.detach().clone()
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_inference() and not buffer.is_meta:
+                part._buffers[name] = buffer.clone()

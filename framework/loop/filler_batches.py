@@ -21,10 +21,11 @@ from torch import Tensor
 
 from ..core.errors import LoopError
 from ..data.accumulation_window import Windows
-from ..diagnostics.isolated_step import fresh, isolated
+from ..diagnostics.isolated_step import isolated
 from ..distributed.control import Agreement
 from ..distributed.user_collectives import without_values
 from ..distributed.world import World
+from ..parallel.fresh_batches import fresh
 from ..parallel.strategy import StepFunction
 from ..parallel.sync_batch_norm import is_collective, without_rows
 from ..parallel.zero_backward import Calls, CallWatch, zero_gradients
@@ -73,9 +74,11 @@ class LockstepFiller:
         self._next = 0
         self._filled = False
         self._is_idle = False
-        """Whether the forward pass of the filler was run as one, and not as that of a batch without a loss."""
-        self.began = False
-        """Whether a window was run. After the first window every rank holds a batch to use as a filler."""
+        """Whether the newest pass ran a filler's forward pass. Its backward pass then runs as a filler too. False if a
+        batch of the user's has run as usual and returned no loss: only its backward pass has a gradient of zero."""
+        self.has_shared = False
+        """Whether ranks without data were sent a batch, at the first window: every rank then has one to use as a
+        filler."""
         self._loss: Tensor | None = None
 
     # ---- used by the training step ---------------------------------------------------------------------------------
@@ -114,16 +117,23 @@ class LockstepFiller:
             backward(zero)
 
     def missing(self, first: Any, count: int, agreement: Agreement, window_size: int) -> int:
-        """Return the number of fillers that make this rank's window as long as the longest one. Collective.
+        """Return the number of fillers that make this rank's window as long as the longest one.
 
-        ``first`` is the first of this rank's ``count`` batches.
+        In the first window every rank calls it, and ranks without data receive a batch. After that it only computes,
+        and ranks that have all micro-batches of the window do not call it.
+
+        Args:
+            first: the first of this rank's batches, or a filler.
+            count: the number of them.
+            agreement: the result of the control reduction.
+            window_size: micro-batches in the window, the same on every rank.
         """
-        if not self.began:
+        if not self.has_shared:
             self._share(first, agreement)
         # If all ranks have the same number, the window is short on all of them: the epoch ends with it.
         return 0 if agreement.batches is not None else window_size - count
 
-    def begin(self, next_index: int) -> None:
+    def note_next_index(self, next_index: int) -> None:
         """Record the index of the first batch after the window in progress."""
         self._next = next_index
 
@@ -136,7 +146,7 @@ class LockstepFiller:
 
     def _share(self, first: Any, agreement: Agreement) -> None:
         """Send a batch of the lowest rank that has one to ranks without. Collective, once, at the first window."""
-        self.began = True
+        self.has_shared = True
         world = self._run.world
         if agreement.ranks_with_data == world.size:
             return

@@ -6,13 +6,15 @@
     for each epoch:
         on_train_epoch_start
         for each window of micro-batches, which is one optimizer step:
-            for each micro-batch:
+            fetch the window
+            advance schedulers with interval "step" that read a metric, for the previous step and its validation
+            for each micro-batch (``AutomaticStep``, whose file has all phases):
                 on_train_batch_start -> training_step -> (zero_grad at the first) -> backward
-                (after the last: clip, update, schedulers) -> on_train_batch_end
-            log, handle signals, validate if due, stop if due
-        validate if due
+                (after the last: clip, update, other schedulers with interval "step") -> on_train_batch_end
+            send the values of the step to the loggers if due, handle signals, validate if due, stop if due
+        validate if due; advance these schedulers for the last step
         on_train_epoch_end; reduce metrics in one collective; callbacks that monitor them
-        schedulers with interval "epoch"; all ranks agree on whether to stop
+        schedulers with interval "epoch"; exchange signals, such as a request to stop
     on_train_end, on_fit_end
 
 A boundary is the end of an optimizer step. Between two boundaries no decision depends on a value that only one rank
@@ -29,8 +31,7 @@ from ..core.errors import DataError
 from ..data.accumulation_window import MicroBatches, Windows
 from ..metrics.no_log import NoLog
 from ..resume.ended_fit import EndedFit
-from ..resume.preempted_save import agree, leave_if_preempted
-from ..resume.rank_state import redone, rejoin
+from ..resume.preempted_save import exchange_signals, leave_if_preempted
 from ..resume.snapshots import NoSnapshots, Snapshots
 from ..run.run import Run
 from .automatic_step import AutomaticStep
@@ -64,8 +65,8 @@ class FitLoop:
         self._step_limit = plan.step_limit
         self._notes = FitNotes(run, plan)
         self._compared_ranks = False
-        self._cut_at: dict[str, Any] | None = None
-        """The state of this rank before the end of an epoch that a stop has cut short."""
+        self._before_cut_end: dict[str, Any] | None = None
+        """The state of this rank before the end of an epoch that a stop has cut short; None after a whole epoch."""
         run.triggers.tally = run.meter
         run.allow_stops(self._may_stop_before_step)
         self.snapshots: Snapshots | NoSnapshots = NoSnapshots()
@@ -90,14 +91,15 @@ class FitLoop:
             assert isinstance(step, AutomaticStep)
             self._window_step = verified = VerifiedStep(step, verify_every)
             self.run.saver.before_save = verified.compare_ranks
-        step.note_left_out = self.windows.mark
+        # The report records which batches each optimizer step has consumed.
+        step.after_no_update = self.windows.notify_observers
         if self.plan.validation is not None:
-            self.plan.validation.use_transfer(transfer)
+            self.plan.validation.transfer = transfer
 
     def reload_data(self, every: int, training: Callable[[], None], validation: Callable[[], None]) -> None:
         """Call ``training`` at the start of every ``every``-th epoch, and ``validation`` before the next validation."""
         self._reload_every, self._reload = every, training
-        self.validation.reload_data(validation)
+        self.validation.reload = validation
 
     @property
     def epochs_are_alike(self) -> bool:
@@ -108,7 +110,7 @@ class FitLoop:
         """Release the sources of training and validation data, at the end of the stage."""
         self.windows.release()
         if self.plan.validation is not None:
-            self.plan.validation.use_sources((), ())
+            self.plan.validation.sources = ()
 
     def estimated_steps(self) -> int | float:
         """Return the number of optimizer steps of the entire fit; infinite if unknown."""
@@ -127,7 +129,7 @@ class FitLoop:
         if self.validation.logged is not None:
             self._notes.after_sanity_check(self.validation.logged)
         run.call("on_train_start")
-        agree(self.run)
+        exchange_signals(run)
         if run.progress.epoch_ended:
             run.progress.next_epoch()
         while not self._finished():
@@ -136,9 +138,9 @@ class FitLoop:
                 break
             run.progress.next_epoch()
         run.averages.keep_in_module()
-        if self._cut_at is not None:
-            # A resumed run continues the epoch, with the values logged in it so far.
-            run.replay_from(self._cut_at)
+        if self._before_cut_end is not None:
+            # A resumed run continues the epoch, with the values logged in it so far, and ends it again.
+            run.repeated.begin(self._before_cut_end)
         # Before the hooks at the end, which may draw random numbers that a longer fit would not draw here.
         self.ended = EndedFit(run, self.windows)
         with logging_to(run, NoLog("on_train_end or on_fit_end", "log in on_train_epoch_end instead")):
@@ -161,20 +163,18 @@ class FitLoop:
         run.averages.begin_epoch()
         if self._reload is not None and begins and progress.epoch and progress.epoch % self._reload_every == 0:
             self._reload()
-            self.validation.expire_data()
+            self.validation.has_expired_data = True
         self.windows.begin()
         if not begins:
-            # The interrupted run has already drawn the random numbers of these hooks. Drawing them again would
-            # shift the generators, and the resumed run would differ from an uninterrupted one.
-            rejoin(run)
+            run.repeated.rejoin()
         if not self._compared_ranks:
             self._compared_ranks = True
             self.windows.compare_ranks(run.world, run.note)
             check_parts(run, self.windows, self.step)
-        step, attempts = progress.global_step, progress.attempts
+        step, reached = progress.global_step, progress.steps_reached
         whole = self._batches()
         if begins and whole and not progress.epoch_cut:
-            self.step.losses.check_epoch(progress.attempts - attempts)
+            self.step.losses.check_epoch(progress.steps_reached - reached)
         self._end_epoch(whole)
         self.windows.close()
         if begins and progress.epoch_ended and self.windows.full != 0:
@@ -216,10 +216,13 @@ class FitLoop:
             began = clock()
             window = take()
             fetched = clock()
+            # After the validation that may have followed the previous step.
             if plateaus and window is not None:
                 run.update_plateaus()
             # After fetching, so that the watchdog does not count a wait for data as part of the step.
             begin_step()
+            # The step returns False where it has not run its window, for one of three reasons: no rank has a batch
+            # left, all ranks have requested a stop before it, or a hook has ended the epoch.
             if window is None or not step(*window):
                 run.meter.drop_units()
                 if run.is_stopped:
@@ -254,22 +257,22 @@ class FitLoop:
     def _step_of_epoch(self) -> Callable[..., bool]:
         """Return the step for the windows of the epoch in progress."""
         step, progress = self._window_step, self.run.progress
-        if not self.windows.left_out:
+        excluded = self.windows.excluded_in_epoch()
+        if not excluded:
             return step
-        left_out = self.windows.left_out_now()
         # Of data whose length is not known, the ranks must find the end together.
         asks = self.windows.end is None and self.run.world.size > 1
 
-        def step_or_pass(batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
+        def step_or_skip(batches: MicroBatches, size: int, samples: Sequence[float] | None) -> bool:
             consumed = size if samples is None else 1
-            if not left_out.touches(progress.batch_in_epoch, consumed):
+            if not excluded.touches(progress.batch_in_epoch, consumed):
                 return step(batches, size, samples)
             if asks and not any(self.run.world.all_gather_object(len(batches))):
                 return False
-            self.step.pass_over(batches, consumed)
+            self.step.skip_window(batches, consumed)
             return True
 
-        return step_or_pass if left_out else step
+        return step_or_skip
 
     def _at_end(self) -> bool:
         end = self.windows.end
@@ -294,16 +297,16 @@ class FitLoop:
         before, after = run.hooks_around("on_train_epoch_end")
         # A checkpoint that a hook saves here holds the metrics of before the reduction, which a resumed run repeats:
         # with the reduced values it would count the epoch twice.
-        with redone(run) as state:
+        with run.repeated.entered() as state:
             run.metrics.publish_epoch(run.train_log, progress, before, run.sanity_checking)
-        self._cut_at = None if whole else state
+        self._before_cut_end = None if whole else state
         if whole:
             run.update_learning_rates("epoch")
             progress.epoch_ended = True
         with logging_to(run, _REDUCED):
             for hook in after:
                 hook()
-        agree(self.run)
+        exchange_signals(run)
 
     def _call_epoch_start(self, begins: bool) -> None:
         """Call ``on_train_epoch_start``; call it again in a resumed epoch, because hooks may set up state in it.
@@ -315,7 +318,7 @@ class FitLoop:
         again = run.progress.hooks_started if begins else len(hooks)
         for number, hook in enumerate(hooks):
             if number >= again:
-                rejoin(run)
+                run.repeated.rejoin()
                 run.progress.hooks_started = number + 1
                 hook()
                 continue
@@ -323,7 +326,7 @@ class FitLoop:
             hook()
             run.module.log_to(log)
         if begins:
-            rejoin(run)
+            run.repeated.rejoin()
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from ..distributed.control import Signal
 from ..metrics.no_log import NoLog
-from ..resume.preempted_save import agree
-from ..resume.rank_state import redone
+from ..resume.preempted_save import exchange_signals
 from ..run.run import Run
 from .evaluation_loop import EvaluationPlan, evaluate, logging_to
 from .fit_plan import FitPlan
@@ -29,18 +27,11 @@ class FitValidation:
         self.in_epochs = plan.validate_every_batches is not None or plan.validate_every_seconds is not None
         self._clock = clock
         self._last_time = clock()
-        self._reload: Callable[[], None] = lambda: None
-        self._expired = self._was_short = False
+        self.reload: Callable[[], None] | None = None
+        """Requests new loaders."""
+        self.has_expired_data = self._was_short = False
         self.logged: set[str] | None = None
         """The names of the metrics that the sanity check has logged; None without one."""
-
-    def reload_data(self, reload: Callable[[], None]) -> None:
-        """Request new loaders with this function after ``expire_data``."""
-        self._reload = reload
-
-    def expire_data(self) -> None:
-        """Request new loaders before the next validation."""
-        self._expired = True
 
     def run_at_epoch_end(self, expected: int | None) -> None:
         """Validate at the end of an epoch, if the plan says so and no validation has just ended. Collective then.
@@ -100,25 +91,23 @@ class FitValidation:
         """Validate now. Collective."""
         run, plan = self.run, self.plan
         assert plan.validation is not None
-        if self._expired:
-            self._expired = False
-            self._reload()
+        if self.has_expired_data and self.reload is not None:
+            self.has_expired_data = False
+            self.reload()
         in_step = run.train_log.in_step
         run.train_log.in_step = False
         for hook in run.module_hook("on_validation_model_zero_grad"):
             hook()
 
-        with ExitStack() as repeated:
-            # A checkpoint saved during a validation has the validation still due: a resumed run repeats all of it.
-            repeated.enter_context(redone(run))
+        def validated() -> None:
+            run.repeated.end()
+            run.progress.validated_at = run.progress.global_batch
 
-            def validated() -> None:
-                repeated.close()
-                run.progress.validated_at = run.progress.global_batch
-
+        # A checkpoint saved during a validation has the validation still due: a resumed run repeats all of it.
+        with run.repeated.entered():
             evaluate(run, plan.validation, validated)
         run.train_log.in_step = in_step
-        agree(self.run)
+        exchange_signals(run)
 
     def sanity_check(self) -> None:
         """Try some batches of the validation loop before training; nothing of it is logged. Collective."""

@@ -79,22 +79,22 @@ class JointStep(AutomaticStep):
         coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), None)
         fetched, _ = next(coming)
         starts_early = self.starts_early and not self.triggers.raised
-        first = self._start(fetched, index) if starts_early else FILLER
+        first = self.start_micro_batch(fetched, index) if starts_early else FILLER
         if self.totals.open(fetched, weights, size) == 0:
             return False
         if not starts_early:
-            first = self._start(fetched, index)
+            first = self.start_micro_batch(fetched, index)
         # The part of each micro-batch's weight that is in this rank's part of its sequences.
         shares = [self.strategy.part.share]
         self.run.in_window = True
         self.has_loss, self.outputs = False, {}
         started = [first] if count else []
         for position in range(1, count):
-            started.append(self._start(next(coming)[0], index + position * stride))
+            started.append(self.start_micro_batch(next(coming)[0], index + position * stride))
             shares.append(self.strategy.part.share)
         # A hook that skips the rest of the epoch leaves fillers.
         kept = [position for position, batch in enumerate(started) if batch is not FILLER]
-        self._begin_backward()
+        self.begin_backward()
         self.joint.begin()
         self.phase[0] = LAST_BACKWARD
         losses, outputs = torch.zeros(len(kept), device=self.run.world.device), dict[int, Any]()
@@ -109,7 +109,7 @@ class JointStep(AutomaticStep):
         ended = None
         for number, position in enumerate(kept):
             if ended is not None:
-                self._end_batch(*ended)
+                self.end_micro_batch(*ended)
             output = outputs.get(number, {"loss": losses[number]})
             ended = output, started[position], index + position * stride
         self.outputs = {}
@@ -162,7 +162,7 @@ class JointStep(AutomaticStep):
             self.outputs[position] = outputs_for_hooks(output)
             loss = output if output.__class__ is Tensor else loss_of(output)
             if loss is None:
-                self._leave_out_of_log()
+                self._drop_from_log()
             elif counts[position][0] != 0:
                 self.has_loss = True
                 self.loss_checks.note(loss)
@@ -173,7 +173,7 @@ class JointStep(AutomaticStep):
         # The rank that computes losses logs all values, also those that this rank sees.
         kept = None if self.joint.computes_losses else module.log_to(None)
         try:
-            self.passes.run_together(self.joint, self.progress.attempts, batches, weights, step, finish)
+            self.passes.run_together(self.joint, self.progress.steps_reached, batches, weights, step, finish)
         finally:
             if not self.joint.computes_losses:
                 module.log_to(kept)

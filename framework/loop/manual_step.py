@@ -28,9 +28,8 @@ from ..parallel.zero_backward import zero_gradients
 from ..run.overrides import is_overridden
 from ..run.run import Run
 from ..window.passes import weighted
-from .backward_average import BackwardAverage
 from .filler_batches import as_filler
-from .manual_optimizer import ManualOptimizer, closes_windows
+from .manual_optimizer import BackwardAverage, ManualOptimizer, closes_windows
 from .step_base import TrainingStep
 
 # A program may train some of its models in every n-th batch only: the FLOPs are those of an average over these batches,
@@ -190,7 +189,7 @@ class ManualStep(TrainingStep):
                     stack.enter_context(self._uneven(bool(own), holders))
             started = self._start(own, index) if own or holders else []
             used = 0 if self.epoch_skipped else len(started)
-            self.triggers.launch(self.progress.attempts, float(used), used)
+            self.triggers.launch(self.progress.steps_reached, float(used), used)
             agreement = self.triggers.read()
             if self.triggers.fired:
                 self.run.triggers.handle()

@@ -9,8 +9,8 @@ that none ran out of memory. Otherwise that rank calls the rest of the collectiv
     if so: undo what the window has changed, halve the micro-batches, repeat the window from its start
     else: average the gradients, update
 
-An update that runs out of memory is repeated on its rank; see ``atomic_update``. Its signal halves the micro-batches of
-all ranks after the next step.
+An update that runs out of memory is repeated on its rank; see ``update_or_repeat``. Its signal halves the
+micro-batches of all ranks after the next step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ..core.errors import ConfigurationError, LoopError, add_hint
 from ..core.optimizer_config import parameters_of
 from ..core.wording import counted
-from ..data.accumulation_window import MicroBatches
+from ..data.accumulation_window import MicroBatches, Window
 from ..data.repeatable_windows import RepeatableWindows
 from ..diagnostics.out_of_memory import is_out_of_memory
 from ..distributed.control import Signal
@@ -36,10 +36,9 @@ from ..parallel.strategy import Strategy
 from ..parallel.sync_batch_norm import is_collective
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD
-from .atomic_update import update_or_repeat
 from .automatic_step import AutomaticStep
 from .filler_batches import FILLER
-from .window_state import WindowState
+from .window_state import WindowState, update_or_repeat
 
 _AUTO, _ADVICE = "micro_batch_size='auto'", "give micro_batch_size as a number"
 _ONE_SAMPLE = "shorten the samples, or save memory, as with memory='blocks', a lower precision or strategy='fsdp'"
@@ -111,11 +110,11 @@ class RecoveringStep(AutomaticStep):
             continues = super().__call__(batches, size, samples)
             if not self.exhausted:
                 return continues
+            # Released before the window is read again.
             batches = ()
-            window = self._smaller_window(state)
-            batches, size, samples = window if len(window) == 3 else (*window, None)
+            batches, size, samples = self._smaller_window(state)
 
-    def _smaller_window(self, state: WindowState) -> Any:
+    def _smaller_window(self, state: WindowState) -> Window:
         """Undo the window, and return it in micro-batches of half the size. Collective."""
         size, error = self.windows.micro_batch_size, self.error
         ranks = f"{self.exhausted} of {counted(self.run.world.size, 'rank')} ran out of memory"
@@ -160,20 +159,20 @@ class RecoveringStep(AutomaticStep):
             self.error = error.with_traceback(None)
             self.error.__context__ = None
 
-    def _start(self, batch: Any, index: int) -> Any:
+    def start_micro_batch(self, batch: Any, index: int) -> Any:
         if self.error is None:
             with self._noting():
-                return super()._start(batch, index)
+                return super().start_micro_batch(batch, index)
         return FILLER
 
-    def _forward(self, batch: Any, index: int) -> tuple[Any, Tensor | None]:
+    def forward_pass(self, batch: Any, index: int) -> tuple[Any, Tensor | None]:
         if self.error is None:
             self.recovery.begin_pass()
             with self._noting():
-                return super()._forward(batch, index)
+                return super().forward_pass(batch, index)
         return None, None
 
-    def _backward(self, loss: Tensor | None, weight: float, is_last: bool) -> None:
+    def backward_pass(self, loss: Tensor | None, weight: float, is_last: bool) -> None:
         """Run the backward pass of a micro-batch; without memory, only its collectives."""
         if is_last:
             self.phase[0] = LAST_BACKWARD
@@ -188,9 +187,9 @@ class RecoveringStep(AutomaticStep):
         else:
             self.recovery.join()
 
-    def _end_batch(self, output: Any, batch: Any, index: int) -> None:
+    def end_micro_batch(self, output: Any, batch: Any, index: int) -> None:
         if self.error is None:
-            super()._end_batch(output, batch, index)
+            super().end_micro_batch(output, batch, index)
 
     def _end_window(self, ended: tuple[Any, Any, int] | None, consumed: int, index: int) -> None:
         self.exhausted = self.late_flags.exchange(self.has_loss, self.guard.bad is not None, self.error is not None)

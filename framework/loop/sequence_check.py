@@ -16,7 +16,8 @@ import torch
 
 from ..core.errors import ConfigurationError
 from ..data.accumulation_window import Windows
-from ..diagnostics.isolated_step import fresh, isolated
+from ..diagnostics.isolated_step import isolated
+from ..parallel.fresh_batches import fresh
 from ..parallel.strategy import StepFunction
 from ..run.run import Run
 from .step_base import TrainingStep

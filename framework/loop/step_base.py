@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..data.accumulation_window import MicroBatches
+from ..diagnostics.loss_checks import LossChecks
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
 from ..distributed.control import Signal
 from ..parallel.strategy import StepFunction
@@ -13,7 +14,6 @@ from ..profiling.sample_count import SampleCount
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from .compiled_flops import counted_step
-from .loss_checks import LossChecks
 from .step_output import LossWatch, no_manual_backward
 
 
@@ -39,7 +39,7 @@ class TrainingStep:
         self.attendance = run.world.attendance
         run.at_end.callback(setattr, self.attendance, "varies", False)
         self.transfer = transfer
-        self.note_left_out: Callable[[], None] = _nothing
+        self.after_no_update: Callable[[], None] = _nothing
         """Called after a window that has made no update."""
         self.batch_start = run.hooks("on_train_batch_start")
         self.batch_end = run.hooks("on_train_batch_end")
@@ -55,7 +55,7 @@ class TrainingStep:
         self.epoch_skipped = False
         rerun = self.plain if self.reruns else None
         self.guard = NonFiniteGuard(run, nonfinite, rerun, lambda: Seen(None, self.log.batch, self.loss_checks.index))
-        self.loss_checks = LossChecks(run, nonfinite, self.guard)
+        self.loss_checks = LossChecks(run, self.guard)
         self.meter = run.meter
         self.count_samples = SampleCount() if run.meter.unit == "samples" else None
         # For the first windows in which this rank has data; then the step is routed again, without it.
@@ -86,7 +86,7 @@ class TrainingStep:
         progress = self.progress
         progress.batch_in_epoch += consumed
         progress.global_batch += consumed
-        progress.attempts += 1
+        progress.steps_reached += 1
         # Before the hooks at the end of the batch: a rank that fails in one, or in a save, has done this step.
         self.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         if self.flop_count is not None and self.meter.open_units > 0:
@@ -96,12 +96,12 @@ class TrainingStep:
             if self.attendance.was_called:
                 self.meet_calls()
 
-    def pass_over(self, batches: MicroBatches, consumed: int) -> None:
-        """Read this rank's micro-batches of a window that the run leaves out, and count it. Not collective."""
+    def skip_window(self, batches: MicroBatches, consumed: int) -> None:
+        """Read this rank's micro-batches of a window that the run does not train on, and count it. Not collective."""
         for _ in batches:
             pass
         self.advance(consumed)
-        self.note_left_out()
+        self.after_no_update()
 
     def meet_calls(self) -> None:
         """Prepare for collectives that the user's code has called in this step."""

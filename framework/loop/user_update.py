@@ -65,7 +65,7 @@ class UserUpdate:
             StrategyOptimizer(self._optimizer, self._strategy) if reduces else _HookOptimizer(self._optimizer)
         )
         self.zero_grad = self._zero_grad()
-        self.apply = self._apply(self._before_step(hooks, clipping))
+        self.apply = self._apply(self._hooks_and_clip(hooks, clipping))
 
     def _zero_grad(self) -> Callable[[], None]:
         if not is_overridden("optimizer_zero_grad", self._module):
@@ -75,7 +75,7 @@ class UserUpdate:
         module, progress, optimizer = self._module, self._run.progress, self._for_user
         return lambda: module.optimizer_zero_grad(progress.epoch, progress.batch_in_epoch, optimizer)
 
-    def _before_step(
+    def _hooks_and_clip(
         self, hooks: Sequence[Callable[..., Any]], clipping: tuple[float | None, str]
     ) -> Callable[[], Any] | None:
         """Return a function that runs hooks and clipping after unscaling; None if there are none."""
@@ -84,13 +84,13 @@ class UserUpdate:
             return clip
         optimizer = self._optimizer
 
-        def before() -> None:
+        def hooks_and_clip() -> None:
             for hook in hooks:
                 hook(optimizer)
             if clip is not None:
                 clip()
 
-        return before
+        return hooks_and_clip
 
     def _clip(self, value: float | None, algorithm: str) -> Callable[[], Any] | None:
         module, optimizer = self._module, self._optimizer
@@ -100,11 +100,11 @@ class UserUpdate:
             return partial(module.configure_gradient_clipping, optimizer, value, algorithm)
         return None if not value else partial(self._updater.clip, optimizer, value, algorithm)
 
-    def _apply(self, before: Callable[[], Any] | None) -> Callable[[], bool]:
+    def _apply(self, hooks_and_clip: Callable[[], Any] | None) -> Callable[[], bool]:
         step = self._user_step() if is_overridden("optimizer_step", self._module) else None
         if self._around is not None:
             step = partial(self._around, step or partial(self._strategy.step, self._optimizer))
-        return self._updater.bound(self._optimizer, before, step)
+        return self._updater.bound(self._optimizer, hooks_and_clip, step)
 
     def _user_step(self) -> Callable[[], bool]:
         run, module, optimizer = self._run, self._module, self._for_user

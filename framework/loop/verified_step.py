@@ -7,7 +7,7 @@ every n-th optimizer step:
     run the passes of the window; hash the losses, and the gradients before and after their reduction
     undo what the passes have changed; run them again, with the same random numbers; hash again, the weights too
     all ranks agree on whether anything differed
-    if so: run them once more; the result that two runs agree on counts, and the ranks that differed are named
+    if so: run them once more; the result that two runs have in common counts, and the ranks that differed are named
     compute the update of local tensors twice, and compare it likewise
     the hooks at the end of the batch, which may save
 
@@ -19,19 +19,25 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from ..core.errors import ConfigurationError, CorruptionError
+from ..core.optimizer_config import parameters_of
 from ..data.accumulation_window import MicroBatches
 from ..distributed.seed import Generators
-from ..state.state_hashes import Hashes, first_difference, folded, state_hashes
-from .atomic_update import OptimizerCopy
+from ..parallel.compilation import is_compiled
+from ..parallel.parameter_names import canonical_names, names_of
+from ..run.run import Run
+from ..state.state_hashes import Hashes, as_numbers, first_difference, folded, hash_of, state_hashes
+from ..window.passes import Passes
 from .automatic_step import AutomaticStep
-from .step_evidence import Evidence
-from .window_state import WindowState
+from .window_state import OptimizerCopy, WindowState
 
 _MOST_RUNS = 3
 _RESUME = "max_restarts, or ckpt_path='auto', resumes the run from an earlier snapshot or checkpoint."
@@ -68,7 +74,7 @@ class VerifiedStep:
             ConfigurationError: on all ranks; the first step computes other numbers each time.
         """
         step = self._step
-        if self._run.progress.attempts % self._every and not self._is_first:
+        if self._run.progress.steps_reached % self._every and not self._is_first:
             return step(batches, size, samples)
         self._weights = self.compare_ranks()
         held, self._runs = _Held(batches), []
@@ -107,13 +113,13 @@ class VerifiedStep:
         else:
             # Later runs draw less: the first one may compile, which draws too.
             self._drawn = Generators()
-        self._is_repeated = not self._agrees(runs)
+        self._is_repeated = not self._is_confirmed(runs)
         if not self._is_repeated:
             self._drawn.put_back()
         return not self._is_repeated
 
-    def _agrees(self, results: Sequence[Hashes]) -> bool:
-        """Return whether the newest result is the same as an earlier one, on all ranks. Collective.
+    def _is_confirmed(self, results: Sequence[Hashes]) -> bool:
+        """Return whether the newest result is the same as an earlier one on all ranks. Collective.
 
         Raises:
             CorruptionError: on all ranks; too many results differ.
@@ -180,7 +186,7 @@ class VerifiedStep:
                 applied = apply()
                 drawn.append(Generators())
                 results.append(_together(self._read()))
-                if self._agrees(results):
+                if self._is_confirmed(results):
                     drawn[0].put_back()
                     return applied
                 copy.restore()
@@ -276,3 +282,60 @@ class _Held:
 
 def _copied(batch: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+class Evidence:
+    """Collects hashes in the passes of a window: of losses, of the gradients of this rank, of reduced gradients."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._losses: list[Tensor] = []
+        self._own: dict[str, Tensor] = {}
+        self._hooked: set[int] = set()
+
+    def _note_loss(self, loss: Tensor) -> None:
+        self._losses.append(hash_of(loss))
+
+    @contextmanager
+    def collecting(self, passes: Passes) -> Iterator[None]:
+        """Take the losses of passes, and the gradients that they compute on this rank, before they are reduced.
+
+        Hooks are added where a layer uses its parameters: strategies that shard weights replace them for that time.
+        """
+        module, before = self._run.module, passes.before
+        passes.before = (*before, self._note_loss)
+        with ExitStack() as hooks:
+            hooks.callback(setattr, passes, "before", before)
+            # Hooks would make torch compile the module again.
+            for prefix, part in () if any(map(is_compiled, module.modules())) else module.named_modules():
+                hook = partial(self._hook, hooks, f"{prefix}." if prefix else "")
+                hooks.callback(part.register_forward_pre_hook(hook).remove)
+            yield
+
+    def _hook(self, hooks: ExitStack, prefix: str, part: nn.Module, inputs: Any) -> None:
+        for name, parameter in part._parameters.items():
+            if parameter is None or id(parameter) in self._hooked:
+                continue
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                self._hooked.add(id(parameter))
+                hooks.callback(parameter.register_hook(partial(self._take, prefix + name)).remove)
+
+    def _take(self, name: str, gradient: Tensor) -> None:
+        value = hash_of(gradient)
+        before = self._own.get(name)
+        # Of several micro-batches: the order matters, so that equal ones do not cancel.
+        self._own[name] = value if before is None else before * 3 + value
+
+    def read(self, optimizers: Sequence[Any]) -> Hashes:
+        """Return the hashes of the window. Collective."""
+        module, strategy = self._run.module, self._run.strategy
+        names = names_of(module)
+        found = {f"the loss of micro-batch {number}": loss for number, loss in enumerate(self._losses)}
+        canonical = canonical_names(module)
+        found |= {f"this rank's gradient of {canonical(name)}": value for name, value in self._own.items()}
+        for parameter in (each for optimizer in optimizers for each in parameters_of(optimizer)):
+            is_shard = isinstance(parameter, DTensor)
+            gradient = parameter.grad if is_shard else strategy.gradients.full(parameter)
+            if gradient is not None:
+                found[f"the averaged gradient of {names.get(id(parameter), 'a parameter')}"] = hash_of(gradient)
+        return as_numbers(found)

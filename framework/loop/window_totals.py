@@ -98,19 +98,20 @@ class ReducedTotals(LocalTotals):
         progress = self._run.progress
         epoch, assured = self._assured
         is_known = epoch == progress.epoch and progress.batch_in_epoch + window_size <= assured
-        self._reads_late = is_known and progress.attempts % _WAITS_EVERY != 0
+        self._reads_late = is_known and progress.steps_reached % _WAITS_EVERY != 0
         self._waiting_share = 0.0 if self._reads_late else 1 / _WAITS_EVERY if is_known else 1.0
         self._coming = progress.epoch, progress.batch_in_epoch + 2 * window_size
         assures_next = self._windows is not None and self._windows.assures(2 * window_size)
         self.mean_weight = sum(weights)
-        self._triggers.launch(progress.attempts, self.mean_weight, count, assures_next)
+        self._triggers.launch(progress.steps_reached, self.mean_weight, count, assures_next)
         self._agreement, self._is_exchanged = None, False
         passes = count
         if self._triggers.has_sent and self._stops():
             return 0
-        if not count or (filler is not None and (count < window_size or not filler.began)):
+        if not count or (filler is not None and (count < window_size or not filler.has_shared)):
             # The number of passes depends on the other ranks, so this wait cannot overlap with a forward pass. Only
-            # some ranks read here, while others may be in a forward pass: no other collective may follow.
+            # some ranks read here, while others may be in a forward pass: no other collective may follow. Except in
+            # the first window, in which every rank with a source of fillers comes here: ``missing`` shares a batch.
             agreement = self._read()
             if agreement.ranks_with_data == 0:
                 # Every rank is here.
@@ -119,7 +120,7 @@ class ReducedTotals(LocalTotals):
                 return 0
             passes += 1 if filler is None else filler.missing(first, count, agreement, window_size)
         if filler is not None:
-            filler.begin(progress.batch_in_epoch + window_size)
+            filler.note_next_index(progress.batch_in_epoch + window_size)
         return passes
 
     def wait(self) -> None:

@@ -10,7 +10,7 @@ from ..core.errors import unknown
 from ..core.precision import Precision
 from ..core.size_text import size_text
 from ..core.wording import counted
-from ..parallel.automatic import candidates
+from ..parallel.resources import candidates
 from .available_memory import Memory
 from .communication import Traffic
 from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, footprint

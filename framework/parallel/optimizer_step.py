@@ -6,12 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError, unknown
 from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
+from ..core.split_optimizer import needs_closure
 from .strategy import Strategy
 
 CLIP_ALGORITHMS = ("norm", "value")
@@ -93,11 +95,11 @@ class Updater:
         return norm
 
     def bound(
-        self, optimizer: Optimizer, before: Callable[[], Any] | None, step: Callable[[], bool] | None
+        self, optimizer: Optimizer, hooks_and_clip: Callable[[], Any] | None, step: Callable[[], bool] | None
     ) -> Callable[[], bool]:
         """Return a function that calls this updater with these arguments, specialized for its settings."""
         if self.scaler is not None:
-            return partial(self, optimizer, before, step)
+            return partial(self, optimizer, hooks_and_clip, step)
         strategy = self.strategy
         steps_itself = step is None and type(strategy).step is Strategy.step
         apply = partial(strategy.step, optimizer) if step is None else step
@@ -109,10 +111,10 @@ class Updater:
                 parameters = groups[0]["params"] if len(groups) == 1 else parameters_of(optimizer)
                 # The operations may be replaced when parameters are frozen.
                 if not strategy.gradients.are_finite(parameters):
-                    self._leave_out(optimizer)
+                    self._skip_update(optimizer)
                     return False
-            if before is not None:
-                before()
+            if hooks_and_clip is not None:
+                hooks_and_clip()
             if steps_itself:
                 # Looked up in each update: schedulers of torch, and saves that copy state, replace it.
                 optimizer.step()
@@ -124,7 +126,7 @@ class Updater:
     def __call__(
         self,
         optimizer: Optimizer,
-        before: Callable[[], Any] | None = None,
+        hooks_and_clip: Callable[[], Any] | None = None,
         step: Callable[[], bool] | None = None,
         blind: bool = False,
     ) -> bool:
@@ -132,24 +134,24 @@ class Updater:
 
         Args:
             optimizer: holds the parameters to update.
-            before: called with unscaled gradients: hooks, clipping.
+            hooks_and_clip: called with unscaled gradients, after they were checked.
             step: applies the update instead of the strategy.
             blind: the gradients are computed inside ``step``, so they cannot be checked before it.
         """
         strategy = self.strategy
-        looks = self.guarded or (self.on_nonfinite_gradients is not None and not blind)
+        checks = self.guarded or (self.on_nonfinite_gradients is not None and not blind)
         # Before clipping, which would hide an infinity by clamping it.
-        if looks and not self._unscale_and_check(optimizer):
-            self._leave_out(optimizer)
+        if checks and not self._unscale_and_check(optimizer):
+            self._skip_update(optimizer)
             return False
-        if before is not None:
-            before()
+        if hooks_and_clip is not None:
+            hooks_and_clip()
         applied = strategy.step(optimizer) if step is None else step()
-        if looks and self.scaler is not None:
+        if checks and self.scaler is not None:
             self._record(optimizer, True)
         return applied
 
-    def _leave_out(self, optimizer: Optimizer) -> None:
+    def _skip_update(self, optimizer: Optimizer) -> None:
         # A scale below 1 reduces the loss, so the scale cannot have caused the overflow.
         explained = self.scaler is not None and self.scaler.scale > _LEAST_SCALE
         if self.on_nonfinite_gradients is not None and not explained:
@@ -180,3 +182,24 @@ def check_clipping(value: float | None, algorithm: str | None) -> tuple[float | 
             f"gradient_clip_val={value!r} must be a number of at least 0; None or 0 does not clip."
         )
     return (float(value) if value else None), name
+
+
+def evaluate_once(optimizer: Optimizer, closure: Callable[[], Any], strategy: str) -> Any:
+    """Run a closure before the update, for an optimizer that evaluates the loss once; return its result.
+
+    Args:
+        optimizer: the optimizer that was given the closure.
+        closure: computes the loss and its gradients.
+        strategy: the name of the strategy, for the error.
+
+    Raises:
+        ConfigurationError: the optimizer evaluates the loss several times and changes the weights in between.
+    """
+    if needs_closure(optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} evaluates the loss several times for an update, and changes full weights in "
+            f"between, which strategy={strategy!r} splits over ranks and a loss scale does not allow: use another "
+            "optimizer, or strategy='ddp' without fp16."
+        )
+    with torch.enable_grad():
+        return closure()

@@ -14,7 +14,6 @@ from ..distributed.rendezvous import is_initialized
 from ..distributed.world import World, placement
 from ..system.environment import query_devices_by_nvml, usable_cores
 from ..system.launcher_env import Placement, check_devices
-from .automatic import candidates
 from .strategy import Strategy
 
 # For the user's own queries, before ranks are forked from a notebook.
@@ -246,3 +245,19 @@ def _strategy(strategy: str | Strategy, world_size: int, degrees: Degrees) -> St
         strategy = candidates(world_size, degrees)[-1 if degrees.used else 0]
     built: Strategy = STRATEGIES.load(strategy)()
     return built.with_degrees(degrees) if degrees.given else built
+
+
+def candidates(world_size: int, degrees: Degrees) -> tuple[str, ...]:
+    """Return the strategies that ``strategy="auto"`` tries, the fastest first; only one where the degrees decide.
+
+    Degrees decide if they say how the ranks that are left share the state, or name an axis of one strategy alone.
+    """
+    if not degrees.used:
+        return ("single" if world_size == 1 else "ddp", "fsdp", "zero3-offload", "zero3-nvme")
+    if "pp" in degrees.used:
+        return ("pipeline",)
+    if degrees.dp_replicate == -1 or degrees.dp_shard == 1:
+        return ("ddp",)
+    if degrees.given.keys() & {"dp_shard", "dp_replicate"} or "ep" in degrees.used:
+        return ("fsdp",)
+    return ("ddp", "fsdp")

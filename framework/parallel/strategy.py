@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -23,15 +23,14 @@ from torch.optim import Optimizer
 
 from ..core.absent_names import lacks
 from ..core.arguments import NamesArguments
-from ..core.degrees import Degrees
+from ..core.degrees import Degrees, listed
+from ..core.errors import ConfigurationError
 from ..core.precision import Precision
+from ..core.registry import STRATEGIES
 from ..distributed.world import World
-from .absent_names import STRATEGY
-from .axes import check_axes
 from .canonical_state import CanonicalState
 from .gradient_operations import FullGradients, GradientOperations
-from .meta_device import fill_from_rank_zero
-from .placed_parts import move_others
+from .meta_device import fill_from_rank_zero, move_others
 from .recovery import Recovery
 from .sequence_part import SequencePart
 from .step_flags import StepFlags
@@ -56,7 +55,11 @@ class Routed(Enum):
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a strategy that the rest of phalanx depends on, as data."""
+    """The properties of a strategy that the rest of phalanx depends on, as data.
+
+    There is none for replicas that differ between two averages, as in local SGD: ranks that hold the same parameters
+    hold equal values of them after each ``Strategy.step``.
+    """
 
     shards_state: bool = False
     """Each rank holds a part of the parameters, gradients or optimizer state, and writes its part of a checkpoint."""
@@ -82,7 +85,29 @@ class Traits:
         return not self.shards_state
 
 
-@lacks(STRATEGY)
+LIGHTNING_NAMES = {
+    "all_gather": "call self.all_gather(value) of the module, or trainer.fabric.all_gather(value)",
+    "barrier": "call trainer.fabric.barrier()",
+    "batch_to_device": "call trainer.fabric.to_device(batch)",
+    "broadcast": "call trainer.fabric.broadcast(value)",
+    "global_rank": "read trainer.global_rank",
+    "is_global_zero": "read trainer.is_global_zero",
+    "lightning_module": "read trainer.lightning_module",
+    "local_rank": "read trainer.local_rank",
+    "model": "read trainer.model",
+    "node_rank": "read trainer.node_rank",
+    "num_processes": "read trainer.world_size",
+    "optimizers": "read trainer.optimizers",
+    "precision_plugin": "read the precision's name from trainer.precision",
+    "reduce": "call trainer.fabric.all_reduce(value)",
+    "reduce_boolean_decision": "call trainer.fabric.all_reduce(float(value), 'min') for all, or 'max' for any",
+    "root_device": "read trainer.fabric.device",
+    "world_size": "read trainer.world_size",
+}
+"""Public names of Lightning's strategies that those of phalanx lack, with what to use instead."""
+
+
+@lacks(LIGHTNING_NAMES)
 class Strategy(NamesArguments, ABC):
     """Base class of strategies: the distribution of work and state over ranks.
 
@@ -241,7 +266,10 @@ class Strategy(NamesArguments, ABC):
         optimizer.zero_grad()
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Apply the update; return whether it was applied. Collective."""
+        """Apply the update; return whether it was applied. Collective.
+
+        Afterwards all ranks that hold the same parameters must hold equal values of them.
+        """
         optimizer.step()
         return True
 
@@ -275,3 +303,30 @@ class StepAdapter(nn.Module):
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
         """Call ``step`` inside the hooks of the wrapper around this adapter."""
         return step(*args, **kwargs)
+
+
+def check_axes(degrees: Degrees, strategy: str, axes: Iterable[str]) -> None:
+    """Refuse degrees along axes that a strategy does not have.
+
+    Raises:
+        ConfigurationError: there is such a degree; the message names the strategies that have the axis.
+    """
+    known = tuple(axes)
+    for axis in degrees.used:
+        if axis not in known:
+            takes = f"takes {listed(known)}" if known else "takes no degrees"
+            others = [name for name in STRATEGIES if name != strategy and _suits(name, degrees)]
+            way = f"use {' or '.join(f'strategy={name!r}' for name in others)}, or leave" if others else "leave"
+            raise ConfigurationError(f"{degrees} with strategy={strategy!r}, which {takes}: {way} {axis} out.")
+
+
+def _suits(name: str, degrees: Degrees) -> bool:
+    """Whether a registered strategy has all axes of degrees, and uses no others of its own accord.
+
+    False if it cannot be loaded, or is a function that makes one.
+    """
+    try:
+        strategy = STRATEGIES.load(name)
+        return set(strategy.degrees.used) <= set(degrees.used) <= set(strategy.axes)
+    except (ImportError, AttributeError):
+        return False

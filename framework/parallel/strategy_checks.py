@@ -8,7 +8,7 @@ from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError
 from ..core.global_batch import GlobalBatch, pieces_of
 from .gradient_operations import no_clipping_by_value
-from .placed_parts import placed_parts
+from .meta_device import placed_parts
 from .strategy import Strategy
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..core.errors import DataError
 from ..core.wording import counted
 from ..data.orders import permutation
-from ..data.samplers import shares
+from ..data.samplers import rank_parts
 from ..data.training_source import items_after
 from .data_marks import DataMark
 
@@ -102,7 +102,9 @@ def _data(mark: DataMark, following: DataMark | None, begin: int, count: int) ->
         size, length = source["ranks"], order["count"]
         items = range(length) if order["kind"] == "in order" else permutation(length, order["seed"], mark.epoch)
         items = items[:stop]
-        ranks = [[each for _, _, own in shares(items, start, span, rank, size) for each in own] for rank in range(size)]
+        ranks = [
+            [each for _, _, own in rank_parts(items, start, span, rank, size) for each in own] for rank in range(size)
+        ]
     return StepData(
         step if mark.counts_steps else None, mark.epoch, batches, is_applied, source["unit"], ranks,
         range(start, stop), order["kind"],

@@ -26,8 +26,8 @@ from ..state.class_hyperparameters import class_names
 from ..state.module_state import encode_known, extra_state, model_state
 from ..state.optimizer_state import Group, optimizer_state, whole
 from ..state.user_entries import UserEntries
-from .data_module_state import data_module_state
 from .rank_state import capture_rank
+from .resumed_data import data_module_state
 
 
 def live_weights(run: Run) -> dict[str, Shard]:
@@ -43,7 +43,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     state = RunState(run)
     if weights_only:
         return state.weights()
-    state.add_training(run, place_of(windows), seed, run.marks)
+    state.add_training(run, place_of(windows), seed, run.repeated.logger_marks)
     # Hooks may draw random numbers, so the generators come last.
     return replace(state.training(), rank_document=capture_rank(run, windows))
 
@@ -59,8 +59,8 @@ class RunState:
         """Read the weights. Collective."""
         self.holders = StateHolders(run)
         model, base = live_weights(run), run.saver.base
-        self._left_out = {} if base is None else base.left_out(model)
-        model = {name: shard for name, shard in model.items() if name not in self._left_out}
+        self._unsaved = {} if base is None else base.left_out(model)
+        model = {name: shard for name, shard in model.items() if name not in self._unsaved}
         self._sections: dict[str, dict[str, Shard]] = {"model": model}
         if averages := run.averages.shards():
             self._sections[AVERAGES] = averages
@@ -126,7 +126,7 @@ class RunState:
         document, sections = {**self._document, "weights_only": True}, dict(self._sections)
         if extra := extra_state(self.holders.module):
             document["state"], sections["state"] = self.holders.encoded({"extra": extra})
-        return Snapshot(sections, document, buffers=self._buffers, left_out=self._left_out)
+        return Snapshot(sections, document, buffers=self._buffers, left_out=self._unsaved)
 
     def training(self) -> Snapshot:
         """Return a snapshot of the entire state except that of this rank alone; calls ``on_save_checkpoint``."""
@@ -140,7 +140,7 @@ class RunState:
         sections = {**self._sections, "optimizer": self._optimizers, "state": tensors}
         if self._weights_of_training:
             sections[AVERAGES] = {**sections.get(AVERAGES, {}), **self._weights_of_training}
-        return Snapshot(sections, document, buffers=self._buffers, left_out=self._left_out)
+        return Snapshot(sections, document, buffers=self._buffers, left_out=self._unsaved)
 
 
 class StateHolders:
@@ -181,7 +181,7 @@ def place_of(windows: Windows | None) -> dict[str, Any]:
     """Return the position in the data, as a document holds it; ``windows`` may be None outside of a fit."""
     if windows is None:
         return {"position": None, "data": None}
-    found = {"micro_batch_size": windows.found_size, "left_out": as_json(windows.left_out) or None}
+    found = {"micro_batch_size": windows.found_size, "left_out": as_json(windows.excluded_spans) or None}
     return {
         "position": windows.position(),
         "data": windows.source.described(),

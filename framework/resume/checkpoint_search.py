@@ -49,8 +49,8 @@ class Origin:
     """Whether the fit continues in the directory that the checkpoint was saved from."""
     memory: Path | None = None
     """The directory for snapshots that outlive the ranks, if the launch has one."""
-    left_out: tuple[Span, ...] = ()
-    """The data that the run leaves out, by the record in its directory."""
+    excluded_spans: tuple[Span, ...] = ()
+    """The data that the run does not train on, by the record in its directory."""
     largest_micro_batch: int | None = None
     """The size of micro-batches that an earlier attempt of the launch found, as a rank ran out of memory."""
 

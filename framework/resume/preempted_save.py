@@ -87,7 +87,7 @@ def _saved(run: Run, directory: Path | None) -> str:
     return f"and saved {path}; the same command with ckpt_path='auto' continues from there."
 
 
-def agree(run: Run) -> None:
+def exchange_signals(run: Run) -> None:
     """Exchange signals that callbacks have raised at a boundary outside the batches. Collective."""
     run.triggers.agree()
     run.triggers.handle()

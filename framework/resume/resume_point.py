@@ -94,16 +94,16 @@ def claim_directory(
             with contextlib.suppress(OSError):
                 record_fit(notes, FitRecord(directory.version, path, directory.identity))
         place = replace(found, version=directory.version, identity=directory.identity)
-        left_out = left_out_of(directory) if found.continues else ()
-        return replace(place, memory=memory, largest_micro_batch=largest, left_out=left_out)
+        excluded = excluded_by(directory) if found.continues else ()
+        return replace(place, memory=memory, largest_micro_batch=largest, excluded_spans=excluded)
 
     origin = on_rank_zero(world, claim)
     directory.adopt(origin.version, True, origin.identity)
     return origin
 
 
-def left_out_of(directory: RunDirectory) -> tuple[Span, ...]:
-    """Return the data that a run leaves out, by the record in its directory.
+def excluded_by(directory: RunDirectory) -> tuple[Span, ...]:
+    """Return the data that a run does not train on, by the record in its directory.
 
     Raises:
         StorageError: the record cannot be read.
@@ -122,7 +122,7 @@ def claim_again(directory: RunDirectory, origin: Origin, world: World) -> Origin
 
     def claim() -> Origin:
         directory.acquire(fresh=False)
-        return replace(origin, verified=True, continues=True, left_out=left_out_of(directory))
+        return replace(origin, verified=True, continues=True, excluded_spans=excluded_by(directory))
 
     return on_rank_zero(world, claim)
 

@@ -63,13 +63,13 @@ def go_back(
         if found is None:
             return None, "There is no checkpoint to go back to: save more often, as with every_n_train_steps."
         document = read_manifest(found).document
-        left_out = data.newest(data.trained(document, failed.epoch, failed.stop))
+        excluded = data.newest(data.trained(document, failed.epoch, failed.stop))
         step = document["progress"]["global_step"]
-        rewind = Rewind(NONFINITE, progress.global_step, step, found.name, left_out, str(error))
+        rewind = Rewind(NONFINITE, progress.global_step, step, found.name, excluded, str(error))
         add_rewind(directory, folders, found, rewind)
         return found, (
             f"The run goes back to {found.name}, saved after {counted(step, 'step')}, and leaves out "
-            f"{', '.join(map(str, left_out))}: {error}"
+            f"{', '.join(map(str, excluded))}: {error}"
         )
 
     found, text = on_rank_zero(run.world, choose)
@@ -111,7 +111,7 @@ class _Data:
             items = self._source.items_before(document["position"])
         spans = [Span(each, items if each == at else 0, self._end, unit) for each in range(at, epoch)]
         spans.append(Span(epoch, items if epoch == at else 0, stop, unit))
-        return [part for span in spans for part in without(span, self._windows.left_out)]
+        return [part for span in spans for part in without(span, self._windows.excluded_spans)]
 
     def newest(self, spans: Sequence[Span]) -> list[Span]:
         """Return the end of what was trained on: the items of ``MOST_WINDOWS`` windows; all if that is not known."""

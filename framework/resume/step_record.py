@@ -1,4 +1,7 @@
-"""``StepRecord``: the state of a fit after an optimizer step, from which one rank can save after an error."""
+"""``StepRecord``: the state of a fit after an optimizer step, from which one rank can save after an error.
+
+``StepState`` is the part of it that later code of the fit may change.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..checkpoint import read_manifest, save
 from ..checkpoint.background_deletion import Background
@@ -18,9 +24,80 @@ from ..core.errors import CheckpointError, ConfigurationError, StorageError
 from ..data.accumulation_window import Windows
 from ..distributed.world import World
 from ..run.run import Run
+from ..state.module_state import buffer_locations
+from ..state.optimizer_state import groups_of
 from ..system.atomic_files import make_directory
+from .capture import RunState, StateHolders, counters, place_of
 from .rank_state import RankState
-from .step_state import StepState
+
+_Buffers = dict[tuple[int, str], Tensor]
+"""Tensors by the ``id`` of a module's table of buffers and the key in the table."""
+
+
+_LEAVES = frozenset({bool, int, float, str, type(None), Tensor})
+
+
+class StepState:
+    """The state of a fit after an optimizer step, read in little time.
+
+    It holds buffers, counters, the position in the data, hyperparameters of optimizers, and the states of schedulers,
+    callbacks and other objects. Names, weights and the tensors of optimizers are read by ``restored``: they are the
+    same until the next update begins.
+    """
+
+    def __init__(self, run: Run, windows: Windows) -> None:
+        """Read the state. No collective."""
+        self._run = run
+        self._progress, self._averages = copy(run.progress), run.averages.state_dict()
+        self._place, self._marks = place_of(windows), run.loggers.mark()
+        self._groups = [groups_of(optimizer) for optimizer in run.optimizers]
+        self._states = _copied(StateHolders(run).states())
+        self._buffers = _copied_buffers(run.module)
+
+    def restored(self) -> RunState:
+        """Return the full state of the step. Where every rank holds it, no collective.
+
+        Raises:
+            ConfigurationError: a hyperparameter of an optimizer cannot be saved.
+        """
+        run = self._run
+        state = RunState(run)
+        state.add_training(run, self._place, run.seed, self._marks, self._groups)
+        buffers = {
+            name: self._buffers[id(table), key]
+            for name, (table, key) in buffer_locations(run.module).items()
+            if (id(table), key) in self._buffers
+        }
+        state.go_back(counters(self._progress, self._averages), self._states, buffers)
+        return state
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of nested containers with the same leaves."""
+    kind = type(value)
+    if kind is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if kind is list:
+        return [_copied(item) for item in value]
+    # tree_map knows all other containers, but is slow.
+    return value if kind in _LEAVES else tree_map(lambda leaf: leaf, value)
+
+
+def _copied_buffers(module: nn.Module) -> _Buffers:
+    found = {
+        (id(part._buffers), key): buffer
+        for part in module.modules()
+        for key, buffer in part._buffers.items()
+        if buffer is not None and key not in part._non_persistent_buffers_set
+    }
+    if not found:
+        return {}
+    with torch.no_grad():
+        copies = [torch.empty_like(buffer) for buffer in found.values()]
+        # One kernel for many small tensors on a device.
+        torch._foreach_copy_(copies, list(found.values()))
+    return dict(zip(found, copies, strict=True))
+
 
 # Of several ranks; the supervisor ends a failed rank 20 s after its error.
 LIMIT_SECONDS = 15.0

@@ -23,6 +23,7 @@ from ..state.average_settings import AverageSettings
 from ..state.weight_average import Average
 from ..state.weight_averages import Averages
 from .overrides import is_overridden, unit_of
+from .repeated_section import RepeatedSection
 from .run_metrics import RunMetrics
 
 if TYPE_CHECKING:
@@ -103,12 +104,9 @@ class Run:
         self.triggers.compare_names(self.train_log)
         self.latest_loss: Any = None
         """The loss of the newest micro-batch, for the progress bar and optimizer closures."""
-        self.redone_from: dict[str, Any] | None = None
-        """This rank's state at the start of a section that a resumed run repeats; None outside of such sections."""
-        self.marks: list[tuple[str, dict[str, Any]]] | None = None
-        """The position of the loggers at the start of that section."""
         self.evaluated_batches: dict[int, int] = {}
         """Batches of each validation loader that this rank has seen in the entire fit."""
+        self.repeated = RepeatedSection(self.train_log, self.evaluated_batches, loggers)
         self.batch_indices: list[list[Any] | None] = []
         self.metrics = RunMetrics(self.train_log, loggers)
         self.sanity_checking = self.evaluating = self.stop_requested = False
@@ -134,11 +132,6 @@ class Run:
         self.meter = Meter(self.world, unit_of(self.module))
 
     # ---- state of the loops ---------------------------------------------------------------------------------------
-
-    def replay_from(self, state: dict[str, Any] | None) -> None:
-        """Mark the start of a section that a resumed run replays: checkpoints hold this state. None ends it."""
-        self.redone_from = state
-        self.marks = None if state is None else self.loggers.mark()
 
     def check_together(self, what: str) -> None:
         """Raise for a collective call after an error, when other ranks may not take part.

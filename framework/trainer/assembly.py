@@ -23,12 +23,11 @@ from ..parallel.generation import route_generation
 from ..parallel.strategy import Routed
 from ..profiling.flop_count import FlopCount
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
-from ..resume.changed_data import warn_of_other_batch, warn_of_other_data
 from ..resume.checkpoint_saver import Saver
 from ..resume.checkpoint_search import Origin
-from ..resume.data_module_state import restore_data_module
 from ..resume.rank_state import restore_rank
 from ..resume.resume_point import claim_again, claim_directory, find_checkpoint
+from ..resume.resumed_data import restore_data_module, warn_of_other_batch, warn_of_other_data
 from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
 from ..state.switched_weights import SwitchedWeights
@@ -149,9 +148,7 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
     plan = evaluation_plan(session, stage, sources)
     session.evaluation = plan
     precision = run.precision
-    plan.use_transfer(
-        batch_transfer(run.world.device, precision, request.module, request.datamodule, run.strategy.part)
-    )
+    plan.transfer = batch_transfer(run.world.device, precision, request.module, request.datamodule, run.strategy.part)
     return run, plan
 
 

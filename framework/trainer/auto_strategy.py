@@ -19,7 +19,7 @@ from ..memory.alternatives import first_micro_batch
 from ..memory.available_memory import Memory, available_memory, bytes_of
 from ..memory.formulas import LAYOUTS
 from ..memory.memory_plan import MemoryPlan, make_plan
-from ..parallel.automatic import candidates
+from ..parallel.resources import candidates
 from ..system.environment import nvme_path
 from ..watchdog.heartbeat import LEARNED, SECTIONS
 from .model_measurements import Measurements, is_small, measure, rank_device, ranks_of, summary_of

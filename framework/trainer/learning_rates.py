@@ -136,7 +136,7 @@ class RangeTest(Callback):
         self.test = test
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
         self._sum: Tensor | float = 0.0
-        self._mean, self._best, self._attempts = 0.0, math.inf, 0
+        self._mean, self._best, self._steps_reached = 0.0, math.inf, 0
 
     def on_train_start(self, trainer: Any, module: TrainModule) -> None:
         """Set the first learning rate; schedulers change none of them."""
@@ -153,9 +153,9 @@ class RangeTest(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the loss of a step that has ended. Collective then."""
-        if trainer.progress.attempts == self._attempts:
+        if trainer.progress.steps_reached == self._steps_reached:
             return
-        self._attempts = trainer.progress.attempts
+        self._steps_reached = trainer.progress.steps_reached
         scale = 1.0 if trainer.scaler is None else trainer.scaler.scale
         total = torch.as_tensor(self._sum, dtype=torch.float64, device=trainer.world.device) / scale
         loss = float(trainer.world.all_reduce(total, "mean"))

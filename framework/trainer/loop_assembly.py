@@ -70,9 +70,9 @@ def build_loop(
 
     source, full = sources()
     windows = _windows(settings.global_batch)(source, run.accumulation, run.progress, full, run.world.size)
-    windows.leave_out(origin.left_out)
+    windows.exclude(origin.excluded_spans)
     if checkpoint is not None:
-        windows.leave_out(from_json(checkpoint.document.get("left_out", ())))
+        windows.exclude(from_json(checkpoint.document.get("left_out", ())))
     if isinstance(windows, RepeatableWindows):
         size = None if checkpoint is None else checkpoint.document.get("micro_batch_size")
         largest = origin.largest_micro_batch
@@ -119,7 +119,7 @@ def _validation_reloader(session: Session, loop: FitLoop, data: Data) -> Callabl
             found = data.evaluation("validate", sequential=bool(session.settings.overfit_batches))
             fresh = evaluation_plan(session, "validate", found)
             if fresh is not None:
-                validation.use_sources(fresh.sources, fresh.limits)
+                validation.sources, validation.limits = fresh.sources, fresh.limits
 
     return reload
 

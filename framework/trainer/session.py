@@ -208,7 +208,7 @@ class Session:
         if self.loop is not None:
             self.loop.release_data()
         if self.evaluation is not None:
-            self.evaluation.use_sources((), ())
+            self.evaluation.sources = ()
         self.run = self.loop = self.evaluation = self.recorder = None
 
     # ---- the run's context -----------------------------------------------------------------------------------------

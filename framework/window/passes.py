@@ -12,8 +12,15 @@ or a strategy runs them together, such as those of a pipeline.
 Gradient rule: each loss is multiplied by ``weight / mean over ranks of the window's total weight``, and strategies
 average gradients over ranks. The accumulated sum is then the gradient of the weighted mean over the global batch, for
 windows of any length, for uneven weights and for ranks without data. ``weighted`` is the only function of phalanx that
-multiplies a loss. Where the total is not known before the last backward pass, in ``Fabric.accumulate``, losses are
-multiplied by their weights alone, and ``FabricOptimizer.prepare`` divides the gradients by the mean.
+multiplies a loss.
+
+Example: windows of 4 micro-batches, at the end of an epoch rank 0 has 4 and rank 1 has 2, each of weight 1. The weights
+of the ranks are 4 and 2, their mean is 3. Each loss is multiplied by 1/3, and the average over 2 ranks makes that 1/6:
+the gradient is that of the mean over the 6 micro-batches. Where all ranks must run the same passes, rank 1 runs 2
+fillers of weight 0.
+
+Where the total is not known before the last backward pass, in ``Fabric.accumulate``, losses are multiplied by their
+weights alone, and ``FabricOptimizer.prepare`` divides the gradients by the mean.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from ...framework.core.split_optimizer import optimizers_in
 from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
-from ...framework.parallel.gradient_averages import average_gradients
+from ...framework.parallel.gradient_operations import average_gradients
 from ...framework.parallel.meta_device import replace_tensors, supplied_names
 from ...framework.parallel.strategy import StepAdapter, StepFunction
 from ..limits import updates_full_parameters

@@ -32,7 +32,7 @@ class Recorder(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (x,) = batch
         assert self.trainer is not None
-        self.windows.append((self.trainer.progress.attempts, self.trainer.global_step, x[:, 0].long().tolist()))
+        self.windows.append((self.trainer.progress.steps_reached, self.trainer.global_step, x[:, 0].long().tolist()))
         loss = self.net(x / SAMPLES).square().mean()
         poisoned: Tensor = loss * math.nan
         return poisoned if self.poisoned in x else loss

@@ -24,7 +24,7 @@ from phalanx.compat.accelerate import (
     utils,
 )
 from phalanx.errors import ConfigurationError, RankError
-from phalanx.framework.parallel.placed_parts import move_others, placed_parts, placed_tensors
+from phalanx.framework.parallel.meta_device import move_others, placed_parts, placed_tensors
 
 pytest.importorskip("accelerate")
 

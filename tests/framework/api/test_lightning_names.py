@@ -14,7 +14,7 @@ import phalanx
 from phalanx import Callback, DataModule, Fabric, Trainer, TrainModule
 from phalanx.framework.api.absent_names import CHECKPOINT_KEYS, DATA_MODULE, MODULE, TRAINER
 from phalanx.framework.core.errors import ConfigurationError
-from phalanx.framework.parallel.absent_names import STRATEGY
+from phalanx.framework.parallel.strategy import LIGHTNING_NAMES
 
 pl = pytest.importorskip("lightning.pytorch")
 lightning_fabric = pytest.importorskip("lightning.fabric")
@@ -32,7 +32,7 @@ def test_each_name_of_the_trainer() -> None:
     assert absent["fit_loop"].startswith("Trainer has no 'fit_loop': there are no loop objects: ")
 
 
-@pytest.mark.parametrize("name", STRATEGY)
+@pytest.mark.parametrize("name", LIGHTNING_NAMES)
 def test_each_absent_name_of_a_strategy(name: str) -> None:
     with refuses(AttributeError, f"'{name}'"):
         getattr(silent_trainer(devices=1).strategy, name)

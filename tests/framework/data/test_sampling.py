@@ -46,7 +46,7 @@ def global_batches(order: Order, width: int, size: int, start: int = 0, **option
         sampler.start = start
     parts = [list(sampler) for sampler in samplers]
     for sampler, part in zip(samplers, parts, strict=True):
-        assert len(sampler) == len(part) + sampler.left_out
+        assert len(sampler) == len(part) + sampler.has_no_last_part
     return [
         [index for part in parts for index in (part[k] if k < len(part) else ())]
         for k in range(max(len(part) for part in parts))

@@ -205,7 +205,7 @@ def skipping(what: str, at: tuple[int, ...], strategy: str = "ddp") -> tuple[str
         trainer.fit(module, loader(40 * ranks, 2))
     except NonFiniteError as error:
         message = str(error)
-    return message, trainer.global_step, trainer.progress.attempts, weights_of(module)
+    return message, trainer.global_step, trainer.progress.steps_reached, weights_of(module)
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
@@ -263,7 +263,7 @@ def scaled(kind: str) -> Trainer:
 def test_an_overflow_of_the_loss_scale_raises_no_error() -> None:
     trainer = scaled("scale")
     assert trainer.fabric.scaler is not None
-    assert 0 < trainer.global_step < trainer.progress.attempts == 40
+    assert 0 < trainer.global_step < trainer.progress.steps_reached == 40
 
 
 def test_what_no_loss_scale_explains_is_one() -> None:

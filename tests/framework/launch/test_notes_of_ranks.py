@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 from small_fits import capturing
 
 from phalanx.framework.core.errors import DesyncError
-from phalanx.framework.diagnostics.loss_spikes import MAX_NOTES, WARM_UP, LossSpikes
+from phalanx.framework.diagnostics.loss_checks import MAX_NOTES, WARM_UP, LossSpikes
 from phalanx.framework.distributed.control import Triggers
 from phalanx.framework.distributed.straggler import LASTING, Pace
 from phalanx.framework.distributed.world import World

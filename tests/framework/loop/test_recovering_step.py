@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from phalanx import Callback
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.core.errors import ConfigurationError, LoopError
-from phalanx.framework.loop.atomic_update import update_or_repeat
+from phalanx.framework.loop.window_state import update_or_repeat
 
 
 class Curve(Callback):

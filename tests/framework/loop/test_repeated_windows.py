@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from phalanx import Callback
-from phalanx.framework.loop.atomic_update import update_or_repeat
+from phalanx.framework.loop.window_state import update_or_repeat
 
 ROWS = 16
 

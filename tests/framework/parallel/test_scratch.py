@@ -10,8 +10,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.framework.parallel.deferred import Deferred
-from phalanx.framework.parallel.scratch import Scratch
+from phalanx.framework.parallel.deferred import Deferred, Scratch
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor
 
+from phalanx.framework.parallel.deferred import Recipe
 from phalanx.framework.parallel.full_tensors import whole_tensors
-from phalanx.framework.parallel.recipe import Recipe
 from phalanx.framework.state.module_state import model_state
 from phalanx.strategies import FSDPStrategy
 
