@@ -232,8 +232,8 @@ class Windows:
 
     def _ended_early(self) -> DataError:
         return DataError(
-            f"{self.source.name} ended within an epoch, before the {self._assured_until} batches that its sampler gives "
-            "this rank: make sure that its dataset and collate_fn raise no StopIteration."
+            f"{self.source.name} ended within an epoch, before the {self._assured_until} batches that its sampler "
+            "gives this rank: make sure that its dataset and collate_fn raise no StopIteration."
         )
 
     def _read_ahead(self, size: int) -> int:
