@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as library
 from ..framework.core.errors import CheckpointError, ConfigurationError
+from ..framework.core.size_text import size_text
 from ..framework.core.wording import counted
 from ..framework.report.finding import find_run, shown_path
 from ..framework.report.run_files import RunFiles, is_run
-from .output import age, left_out_text, say, say_json, show_difference, show_inspection, size, table
-from .user_module import find_module
+from ..framework.report.values import span_text
+from .terminal_text import fitted_table, say, say_json
+from .user_program import find_module
 
 _REFUSED = CheckpointError.exit_code
+_MAX_LINES = 20
+_KINDS = {
+    "trainer": "a Trainer's, to resume from",
+    "weights": "a Trainer's weights alone",
+    "fabric": "Fabric's",
+    "other": "of another program",
+}
 
 
 def _run_of(given: str) -> RunFiles | None:
@@ -52,7 +63,7 @@ def _checkpoint(given: str) -> str:
 def inspect_checkpoint(given: argparse.Namespace) -> int:
     """Print what a checkpoint holds; return the exit code."""
     found = library.inspect(_checkpoint(given.path))
-    say_json(found) if given.json else show_inspection(found)
+    say_json(found) if given.json else _show_inspection(found)
     return 0
 
 
@@ -71,10 +82,12 @@ def verify_checkpoints(given: argparse.Namespace) -> int:
                 say(f"{path} is damaged: {problems[0]}{more}")
         elif not given.json:
             manifest = library.inspect(path)
-            say(f"{path} is good: {counted(len(manifest.files), 'tensor file')}, {size(manifest.bytes)}, all read.")
+            say(
+                f"{path} is good: {counted(len(manifest.files), 'tensor file')}, {size_text(manifest.bytes)}, all read."
+            )
             for section in manifest.sections.values():
                 if section.left_out:
-                    say(f"{path} leaves out {left_out_text(section)}.")
+                    say(f"{path} leaves out {_left_out_text(section)}.")
     return _REFUSED if any(found.values()) else 0
 
 
@@ -110,10 +123,10 @@ def _show_list(found: list[Any]) -> None:
         metric = f"{one.metric[0]}={one.metric[1]:.6g}" if one.metric is not None else "-"
         step, epoch = ("-" if value is None else str(value) for value in (one.step, one.epoch))
         what = {"weights": ", weights alone", "fabric": ", Fabric"}.get(one.kind or "", "")
-        held = "-" if one.bytes is None else size(one.bytes)
-        old = "-" if one.saved_at is None else age(now - one.saved_at)
+        held = "-" if one.bytes is None else size_text(one.bytes)
+        old = "-" if one.saved_at is None else span_text(max(0.0, now - one.saved_at), 1)
         rows.append([one.path.name, step, epoch, metric, held, old, one.status + what])
-    table(["name", "step", "epoch", "metric", "size", "age", "state"], rows)
+    fitted_table(["name", "step", "epoch", "metric", "size", "age", "state"], rows)
     for one in found:
         if one.problem is not None:
             say(f"{one.path.name}: {one.problem}")
@@ -125,7 +138,7 @@ def diff_checkpoints(given: argparse.Namespace) -> int:
     if given.json:
         say_json({"equal": found.equal, "sections": found.sections, "documents": found.documents})
     else:
-        show_difference(found)
+        _show_difference(found)
     return 0 if found.equal else _REFUSED
 
 
@@ -152,3 +165,99 @@ def convert_checkpoint(given: argparse.Namespace) -> int:
     )
     say_json({"path": str(out), "notes": notes}) if given.json else say(f"wrote {out}")
     return 0
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def _show_inspection(found: Any) -> None:
+    """Print what ``inspect`` returned."""
+    say(found.path)
+    ranks = f"{counted(found.world_size, 'rank')}, {'sharded' if found.sharded else 'written by rank 0'}"
+    way = [part for part in (found.strategy, found.precision, ranks) if part]
+    _line("saved", f"{moment(found.saved_at)} by phalanx {found.phalanx}, format {found.format_version}")
+    _line("kind", _KINDS.get(found.kind, found.kind))
+    _line("strategy", ", ".join(way))
+    if found.module:
+        _line("module", found.module)
+    counters = (("epoch", found.epoch), ("batch", found.batch), ("step", found.step))
+    if reached := [f"{name} {value}" for name, value in counters if value is not None]:
+        _line("progress", ", ".join(reached))
+    _line("weights", "all finite" if found.finite else f"{found.nonfinite!r} is not finite")
+    for name, section in found.sections.items():
+        tied = f" ({section.tied} tied to others)" if section.tied else ""
+        kinds = ", ".join(f"{code} {size_text(count)}" for code, count in section.bytes_by_dtype.items())
+        what = f"{counted(section.tensors, 'tensor')}{tied}, {counted(section.elements, 'element')}"
+        _line(name, f"{what}, {size_text(section.bytes)}{f': {kinds}' if kinds else ''}")
+        if section.left_out:
+            _line("left out", _left_out_text(section))
+    for index, optimizer in enumerate(found.optimizers):
+        for number, group in enumerate(optimizer.groups):
+            hyper = {key: value for key, value in group.items() if key != "parameters"}
+            where = f"optimizer {index}, group {number}"
+            _line(where, f"{optimizer.kind}, {counted(group['parameters'], 'parameter')}: {_pairs(hyper)}")
+    for title, values in (("hparams", found.hparams), ("metrics", found.metrics)):
+        if values:
+            _line(title, _pairs(values))
+    if found.unsaved_hparams:
+        _line("not saved", ", ".join(found.unsaved_hparams))
+    for name, count in found.files.items():
+        _line("file", f"{name}, {size_text(count)}")
+
+
+def _left_out_text(section: Any) -> str:
+    """Return the number of weights that a checkpoint leaves out, and where they are."""
+    what = f"{counted(section.left_out, 'frozen tensor')} of {counted(section.left_out_elements, 'element')}"
+    return f"{what}: the base that the module is built with, known by a fingerprint of each"
+
+
+def _show_difference(found: Any) -> None:
+    """Print what ``diff`` returned."""
+    if found.equal:
+        tensors = sum(section.same for section in found.sections.values())
+        say(f"equal: {counted(tensors, 'tensor')}, and everything else")
+        return
+    for name, section in found.sections.items():
+        say(f"{name}: {counted(section.same, 'tensor')} equal")
+        _some("only in the first", section.only_in_first)
+        _some("only in the second", section.only_in_second)
+        _some("another shape", [f"{key}: {a} and {b}" for key, (a, b) in section.shapes.items()])
+        _some("another dtype", [f"{key}: {a} and {b}" for key, (a, b) in section.dtypes.items()])
+        _some("other values", [_values(key, value) for key, value in section.values.items()])
+        _some("other values, left out", section.fingerprints)
+    if found.documents:
+        say("other values:")
+    _some("differs", [f"{path}: {a} and {b}" for path, a, b in found.documents])
+
+
+def _values(name: str, found: Any) -> str:
+    return f"{name}: {found.different:,} of {counted(found.elements, 'element')}, by up to {found.max_abs:.6g}"
+
+
+def _some(what: str, lines: Iterable[str]) -> None:
+    lines = list(lines)
+    for line in lines[:_MAX_LINES]:
+        say(f"  {what}: {line}")
+    if len(lines) > _MAX_LINES:
+        say(f"  {what}: {len(lines) - _MAX_LINES:,} more, all of them with --json")
+
+
+def _line(title: str, text: str) -> None:
+    say(f"  {title:<10} {text}")
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={_value(value)}" for key, value in values.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict) and value.get("$") in ("tuple", "float", "scalar", "numpy", "dtype", "path"):
+        value = value.get("items", value.get("value"))
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def moment(seconds: float) -> str:
+    """Return seconds since 1970 as a date and time, UTC."""
+    # Times far in the future have a year of five digits, which datetime does not support.
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(seconds, 253_402_300_799)))

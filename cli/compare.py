@@ -6,15 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..framework.report.comparison import LABELS, compare_reports, compared_text
-from ..framework.report.comparison_page import render_comparison
+from ..framework.report.comparison import LABELS, compare_reports, compared_text, render_comparison
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
-from ..framework.report.loose import listed, mapping
 from ..framework.report.run_files import RunFiles
+from ..framework.report.values import listed, mapping
 from ..framework.system.atomic_files import write_text
-from .looks import Curve, fitted_table, line_width, say_fitted, shortened, shown_number
-from .output import say, say_json
+from .terminal_text import Curve, fitted_table, line_width, say, say_fitted, say_json, shortened, shown_number
 
 _MOST_METRICS = 12
 _LEAST_COLUMN = 16
@@ -74,7 +72,7 @@ def _say_metrics(metrics: dict[str, list[dict[str, Any] | None]], reports: list[
             # Both have the range of both, so that the higher curve is drawn higher.
             line += ["-" if numbers is None else shown_number(numbers["last"]), Curve(values, other)]
         lines.append([*line, _difference(pair)])
-    fitted_table(("metric", "A last", "", "B last", "", "B - A"), lines, yielding=0)
+    fitted_table(("metric", "A last", "", "B last", "", "B - A"), lines, shortened_column=0)
     if len(metrics) > _MOST_METRICS:
         say(f"{len(metrics) - _MOST_METRICS} more metrics: --json has all")
 

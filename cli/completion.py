@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from importlib.util import find_spec
 
-from ..framework.core.errors import ConfigurationError
+import shtab
+
 from .main import build_parser
 
 # The placeholders of arguments that are paths, or may be.
@@ -16,11 +16,6 @@ _FILES = ("FILE", "SCRIPT", "TARGET", "RUN", "FROM", "OUT", "A", "B", "path", "p
 
 def print_completion(given: argparse.Namespace) -> int:
     """Print the script of a shell; return the exit code."""
-    if find_spec("shtab") is None:
-        raise ConfigurationError("Tab completion is made by shtab, which is not installed: pip install 'shtab>=1.7'.")
-    # Optional, and needed by this command alone.
-    import shtab
-
     parser = build_parser()
     for action in _arguments(parser):
         placeholder = action.metavar or action.dest

@@ -10,8 +10,7 @@ from ..framework.core.wording import counted
 from ..framework.report.finding import find_run, shown_path
 from ..framework.report.run_files import RunFiles
 from ..framework.report.step_data import StepData, data_of_batch, data_of_step
-from .looks import say_wrapped
-from .output import say_json
+from .terminal_text import say_json, say_wrapped
 
 
 def show_data(given: argparse.Namespace) -> int:

@@ -6,17 +6,14 @@ import argparse
 import sys
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from ..framework.core.errors import ConfigurationError
-from ..framework.system.console import encodable
 from ..framework.system.provenance import provenance
-from .begin_commands import CHECK_FAILED
-from .gpu_checks import check_driver
+from .commands import CHECK_FAILED
+from .gpu_checks import check_gpu_health
 from .host_checks import check_hosts, parse_hosts
-from .looks import line_width, painted, say_wrapped, shortened
 from .machine_checks import check_limits, check_network, check_ranks, check_software, check_storage
-from .output import printable, say_json
+from .terminal_text import painted, say_fitted, say_json, say_wrapped
 from .torch_checks import check_deepspeed, check_gpus, time_reduction
 
 
@@ -38,7 +35,7 @@ def examine(given: argparse.Namespace) -> int:
         # Before anything uses CUDA here, after which no rank could be forked.
         check_ranks(time_reduction),
         check_gpus(),
-        check_driver(),
+        check_gpu_health(),
         check_deepspeed(given.build),
         check_hosts(hosts),
     )
@@ -49,24 +46,16 @@ def examine(given: argparse.Namespace) -> int:
             if check.group != group:
                 group = check.group
                 print(painted(group, "bold"))
-            mark = painted("ok  ", "green") if check.good else painted("todo", "red")
-            say_marked(mark, f"{check.name:<20} {check.found}")
+            mark, color = ("ok", "green") if check.good else ("todo", "red")
+            say_fitted(f"  {mark:<4} {check.name:<20} {check.found}", color, slice(2, 6))
             if not check.good:
                 say_wrapped(check.advice, " " * 28)
         sys.stdout.flush()
     failed = [check for check in found if not check.good]
+    # The facts for a report of a defect, without secrets.
+    facts = provenance() if given.paste else None
     if given.json:
-        say_json({"schema": 1, "good": not failed, "checks": found, "provenance": _provenance(given)})
+        say_json({"schema": 1, "good": not failed, "checks": found, "provenance": facts})
     elif given.paste:
-        say_json(_provenance(given))
+        say_json(facts)
     return CHECK_FAILED if failed else 0
-
-
-def say_marked(mark: str, text: str) -> None:
-    """Print a line after its mark, which may be coloured."""
-    print(f"  {mark} {encodable(shortened(printable(text), line_width() - 7), sys.stdout)}")
-
-
-def _provenance(given: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the facts for a report of a defect, without secrets."""
-    return provenance() if given.paste else None

@@ -12,9 +12,9 @@ from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
 from ..framework.report.run_files import RunFiles
 from ..framework.resume.export_program import export_program
-from .move_commands import PROGRAM, WEIGHTS
-from .output import say, say_json
-from .user_module import find_module
+from .commands import PROGRAM, WEIGHTS
+from .terminal_text import say, say_json
+from .user_program import find_module
 
 
 def export_model(given: argparse.Namespace) -> int:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterator
 
-from .machine_checks import Check
+from .machine_checks import Check, ToolError, output_of
 
 _FIELDS = ("index", "driver_version", "temperature.gpu", "ecc.errors.uncorrected.volatile.total")
-# Drivers before 535 have the second name alone.
+# The name of the last field, and the one that it had before version 535 of the driver.
 _CLOCK_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-# Bits of the last field. An idle GPU and one at its usual power limit are in order.
+# Bits of the last field that name a fault. The other bits, such as an idle GPU or its power limit, are normal.
 _SLOW = {0x08: "hardware slowdown", 0x20: "software thermal limit", 0x40: "too hot", 0x80: "power brake"}
-_SECONDS = 20.0
+_ANSWER_SECONDS = 20.0
 
 
-def check_driver() -> Iterator[Check]:
+def check_gpu_health() -> Iterator[Check]:
     """Check each GPU for memory errors that were not corrected, and for clocks held down by heat or power."""
     if shutil.which("nvidia-smi") is None:
         return
     try:
         rows = _query()
-    except (OSError, subprocess.SubprocessError) as error:
-        yield Check("GPUs", "nvidia-smi", False, _reason(error), "the driver does not answer: reload it, or reboot")
+    except ToolError as error:
+        found = str(error).splitlines()[0]
+        yield Check("GPUs", "nvidia-smi", False, found, "the driver does not answer: reload it, or reboot")
         return
     for index, driver, temperature, errors, clocks in rows:
         # Cards without error correction report no number.
@@ -40,20 +40,17 @@ def _query() -> list[list[str]]:
     """Return the fields of each GPU.
 
     Raises:
-        SubprocessError: the tool fails, or does not answer.
+        ToolError: nvidia-smi fails, or does not answer.
     """
-    for field in _CLOCK_FIELDS:
-        command = ["nvidia-smi", f"--query-gpu={','.join((*_FIELDS, field))}", "--format=csv,noheader,nounits"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-        if done.returncode == 0:
-            break
-    done.check_returncode()
-    rows = ([cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines())
+    new, old = (
+        ["nvidia-smi", f"--query-gpu={','.join((*_FIELDS, field))}", "--format=csv,noheader,nounits"]
+        for field in _CLOCK_FIELDS
+    )
+    try:
+        printed = output_of(new, _ANSWER_SECONDS)
+    except ToolError as error:
+        if "not a valid field" not in str(error):
+            raise
+        printed = output_of(old, _ANSWER_SECONDS)
+    rows = ([cell.strip() for cell in line.split(",")] for line in printed.splitlines())
     return [row for row in rows if len(row) == len(_FIELDS) + 1]
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, subprocess.TimeoutExpired):
-        return f"no answer within {_SECONDS:g} s"
-    printed = (getattr(error, "stderr", "") or getattr(error, "output", "") or str(error)).strip()
-    return str(printed.splitlines()[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from ..framework.core.errors import ConfigurationError
-from .machine_checks import Check
+from .machine_checks import Check, ToolError, output_of
 
 _PACKAGES = ("torch", "phalanx", "deepspeed")
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5, 30.0
@@ -94,18 +93,12 @@ def _ask(host: str) -> Answer:
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
     began = time.time()
     try:
-        done = subprocess.run(
-            ["ssh", *options, host, shell], capture_output=True, text=True, timeout=_ANSWER_SECONDS,
-            stdin=subprocess.DEVNULL, check=True,
-        )  # fmt: skip
-        found = json.loads(done.stdout.strip().splitlines()[-1])
+        # The host may print a greeting above the answer, and ssh warnings above its error.
+        found = json.loads(output_of(["ssh", *options, host, shell], _ANSWER_SECONDS).strip().splitlines()[-1])
         offset = float(found["time"]) - (began + time.time()) / 2
-    except subprocess.TimeoutExpired:
-        return Answer(reason=f"no answer within {_ANSWER_SECONDS:g} s")
-    except subprocess.CalledProcessError as error:
-        lines = (error.stderr or error.stdout or "").strip().splitlines()
-        return Answer(reason=lines[-1] if lines else f"ssh ended with exit code {error.returncode}")
-    except (OSError, ValueError, IndexError, KeyError) as error:
+    except ToolError as error:
+        return Answer(reason=str(error).splitlines()[-1])
+    except (ValueError, IndexError, KeyError) as error:
         return Answer(reason=f"no usable answer: {type(error).__name__}: {error}")
     return Answer(found, time.time() - began, offset)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 
 from ..framework.core.errors import ConfigurationError
 
+LAUNCHER = ("-m", "phalanx", "launch")
+"""Arguments of the interpreter for the launcher of the ranks of one node; its options follow, and the program."""
 # The name of a pod is derived from that of the job, and may have 63 characters.
 _MOST_LETTERS = 40
 
@@ -30,12 +31,16 @@ class Job:
     directory: str
     """The working directory."""
 
-    def command(self, *options: str, python: str = sys.executable) -> list[str]:
-        """Return the command that starts the ranks of one node, with further options before the script."""
-        own = ["-n", str(self.devices)]
-        if self.max_restarts:
-            own += ["--max-restarts", str(self.max_restarts)]
-        return [python, "-m", "phalanx", "launch", *own, *options, self.script, *self.arguments]
+    @property
+    def options(self) -> list[str]:
+        """The options of the launcher, the same on all nodes."""
+        restarts = ["--max-restarts", str(self.max_restarts)] if self.max_restarts else []
+        return ["-n", str(self.devices), *restarts]
+
+    @property
+    def program(self) -> list[str]:
+        """The script and its arguments."""
+        return [self.script, *self.arguments]
 
 
 def job_name(given: str) -> str:

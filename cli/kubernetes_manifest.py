@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
-from ..framework.core.errors import CheckpointError, ConfigurationError, Preempted
-from ..framework.system.failure_records import INTERRUPTED
-from .job import Job
-from .yaml_text import yaml_text
+from ..framework.core.errors import Preempted
+from ..framework.launch.restart_policy import FINAL
+from .job import LAUNCHER, Job
 
 _GROUP = "trainer.kubeflow.org"
-# Kubeflow Trainer looks for these names.
+# The name of the container and the label by which Kubeflow Trainer finds the job that trains.
 _NODE = "node"
-_IS_TRAINER = {f"{_GROUP}/trainjob-ancestor-step": "trainer"}
-_FINAL = [CheckpointError.exit_code, ConfigurationError.exit_code, INTERRUPTED]
+_TRAINER_LABELS = {f"{_GROUP}/trainjob-ancestor-step": "trainer"}
+# Kubernetes replaces these variables, which Kubeflow Trainer sets for torchrun.
+_NODE_RANK, _RENDEZVOUS = "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
+# Exit codes of a failure that a restart would not change. A pod that has finished needs no rule.
+_FAILED_FOR_GOOD = sorted(FINAL - {0, Preempted.exit_code})
 # From SIGTERM to SIGKILL: a preempted run finishes its step and saves.
 _GRACE_SECONDS = 300
+# Text that no reader of YAML takes for a number, a boolean, a date or syntax.
+_PLAIN = re.compile(r"[A-Za-z][\w./-]*")
+_NOT_TEXT = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
 
 
 def kubernetes_manifest(job: Job) -> str:
     """Return the manifest: two documents of YAML."""
-    return "---\n".join(yaml_text(document) for document in documents(job))
+    return "---\n".join(yaml_text(document) for document in kubernetes_documents(job))
 
 
-def documents(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+def kubernetes_documents(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the TrainingRuntime and the TrainJob of a job.
 
     A TrainJob cannot say what exit codes mean, so the manifest has a runtime of its own:
@@ -52,7 +59,7 @@ def _runtime(job: Job) -> dict[str, Any]:
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onExitCodes": _exit_codes([Preempted.exit_code])},
-                {"action": "FailJob", "onExitCodes": _exit_codes(_FINAL)},
+                {"action": "FailJob", "onExitCodes": _exit_codes(_FAILED_FOR_GOOD)},
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
@@ -61,19 +68,17 @@ def _runtime(job: Job) -> dict[str, Any]:
     final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     job_set = {
         "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [final]},
-        "replicatedJobs": [{"name": _NODE, "template": {"metadata": {"labels": _IS_TRAINER}, "spec": batch_job}}],
+        "replicatedJobs": [{"name": _NODE, "template": {"metadata": {"labels": _TRAINER_LABELS}, "spec": batch_job}}],
     }
     return {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": job_set}}
 
 
 def _train_job(job: Job) -> dict[str, Any]:
-    several = ("--nodes", str(job.nodes), "--node-rank", "$(PET_NODE_RANK)", "--rdzv", _RDZV) if job.nodes > 1 else ()
-    literal = replace(job, script=_literal(job.script), arguments=tuple(map(_literal, job.arguments)))
-    command = literal.command(*several, python="python")
+    nodes = ["--nodes", str(job.nodes), "--node-rank", _NODE_RANK, "--rdzv", _RENDEZVOUS] if job.nodes > 1 else []
     trainer: dict[str, Any] = {
         "image": job.image,
-        "command": command[:4],
-        "args": command[4:],
+        "command": ["python", *LAUNCHER],
+        "args": [*job.options, *nodes, *map(_literal, job.program)],
         "numNodes": job.nodes,
         "numProcPerNode": job.devices,
     }
@@ -83,10 +88,6 @@ def _train_job(job: Job) -> dict[str, Any]:
     return {"runtimeRef": runtime, "trainer": trainer}
 
 
-# Kubernetes replaces these variables, which Kubeflow Trainer sets for torchrun.
-_RDZV = "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
-
-
 def _literal(text: str) -> str:
     """Return text in which Kubernetes replaces no variables."""
     return text.replace("$(", "$$(")
@@ -94,3 +95,40 @@ def _literal(text: str) -> str:
 
 def _exit_codes(values: list[int]) -> dict[str, Any]:
     return {"containerName": _NODE, "operator": "In", "values": values}
+
+
+# ---- YAML, without a library for it ---------------------------------------------------------------------------------
+
+
+def yaml_text(value: dict[str, Any]) -> str:
+    """Return a mapping as a document of YAML; its leaves are texts, integers, and empty mappings or lists."""
+    return "".join(f"{line}\n" for line in _lines(value))
+
+
+def _lines(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _entry(f"{_scalar(key)}:", item, "  ")
+    else:
+        for item in value:
+            if isinstance(item, (dict, list)) and item:
+                first, *rest = _lines(item)
+                yield f"- {first}"
+                yield from (f"  {line}" for line in rest)
+            else:
+                yield f"- {_scalar(item)}"
+
+
+def _entry(head: str, item: Any, indent: str) -> Iterator[str]:
+    if isinstance(item, (dict, list)) and item:
+        yield head
+        yield from (f"{indent}{line}" for line in _lines(item))
+    else:
+        yield f"{head} {_scalar(item)}"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT:
+        return value
+    # JSON is YAML too.
+    return json.dumps(value)

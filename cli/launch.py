@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.system.environment import environment_node, import_without_warnings
-from . import launch_ranks
-from .given_file import require_file
+from .command_parser import imported
 from .job import Job, job_name
 from .submission import submit_job, write_job
+from .user_program import require_file
 
 _FOR_JOBS = ("output", "submit", "name", "image", "cpu", "json")
 
@@ -32,7 +32,9 @@ def run_or_write(given: argparse.Namespace) -> int:
         node = _node(given)
         if node is not None:
             import_without_warnings("torch")
-        return launch_ranks(given.script, given.arguments, given.devices, given.max_restarts, node)
+        launch_ranks = imported("rank_launch:launch_ranks")
+        code: int = launch_ranks(given.script, given.arguments, given.devices, given.max_restarts, node)
+        return code
     job = _job(given)
     finish = submit_job if given.submit else write_job
     return finish(job, given.on, given.output, given.json)

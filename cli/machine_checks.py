@@ -8,9 +8,10 @@ import resource
 import secrets
 import shutil
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +37,31 @@ class Check:
     good: bool
     found: str
     advice: str = ""
+
+
+class ToolError(Exception):
+    """A tool has failed, or does not answer. The message is what it has printed, or else the reason."""
+
+
+def output_of(command: Sequence[str], limit_seconds: float) -> str:
+    """Run a tool without input; return what it prints.
+
+    Raises:
+        ToolError: it cannot be run, fails, or takes longer.
+    """
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_seconds,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ToolError(f"no answer within {limit_seconds:g} s") from None
+    except OSError as error:
+        raise ToolError(f"{command[0]} cannot be run: {error.strerror or error}") from error
+    if done.returncode:
+        printed = done.stderr.strip() or done.stdout.strip()
+        raise ToolError(printed or f"{command[0]} ended with exit code {done.returncode}")
+    return done.stdout
 
 
 def check_software(version: Callable[[str], str] = metadata.version) -> Iterator[Check]:

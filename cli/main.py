@@ -1,56 +1,16 @@
-"""The command ``phalanx``: parses arguments, returns an exit code, and prints one sentence on stderr if it is not 0.
-
-0    done, good, equal
-65   a checkpoint is refused or damaged, two checkpoints differ, or a script to migrate is not Python
-69   a check has failed, or a run does not fit into memory
-74   a file or directory cannot be written
-78   the arguments are wrong
-130  interrupted
-"""
+"""The command ``phalanx``. docs/command-line.md lists its exit codes."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any, NoReturn
 
 from .. import __version__
-from ..framework.core.errors import ConfigurationError, PhalanxError, did_you_mean
-from . import begin_commands, checkpoint_commands, launch_commands, look_commands, move_commands, run_commands
-from .command_parser import GroupedHelp, grouped
-from .other_names import suggestion
-from .output import printable
-
-_CHOICE = re.compile(r"argument (?P<what>.+): invalid choice: (?P<given>'.*') \(choose from (?P<known>.*)\)")
-_COMMAND = "COMMAND"
-_FOREIGN = re.compile(r"unrecognized arguments: (?P<given>\S+).*")
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations that reports an error in one sentence with the closest match: exit code 78."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**{**arguments, "allow_abbrev": False})
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{self._sentence(message)} Try '{self.prog} --help'.")
-
-    def _sentence(self, message: str) -> str:
-        if match := _CHOICE.fullmatch(message):
-            known = re.findall(r"[\w-]+", match["known"])
-            if self.formatter_class is GroupedHelp:
-                known = [*chain.from_iterable(grouped(known).values())]
-            given = match["given"].strip("'")
-            close = (suggestion if match["what"] == _COMMAND else did_you_mean)(given, known)
-            return f"{given!r} is not a known {match['what']}.{close} Known: {', '.join(known)}."
-        if match := _FOREIGN.fullmatch(message):
-            options = [option for action in self._actions for option in action.option_strings]
-            return f"{match['given']!r} is not known here.{did_you_mean(match['given'], options)}"
-        return f"{message}."
+from ..framework.core.errors import INTERRUPTED, PhalanxError
+from ..framework.system.console import printable
+from .command_parser import COMMAND, GroupedHelp, Parser, run_command
+from .commands import add_commands
 
 
 def build_parser() -> Parser:
@@ -62,28 +22,31 @@ def build_parser() -> Parser:
         formatter_class=GroupedHelp,
     )
     parser.add_argument("--version", action="version", version=f"phalanx {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar=_COMMAND, required=True, title="commands")
-    for each in (begin_commands, run_commands, launch_commands, look_commands, checkpoint_commands, move_commands):
-        each.add_commands(commands)
+    add_commands(parser.add_subparsers(dest="command", metavar=COMMAND, required=True, title="commands"))
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. ``arguments`` default to those of the process."""
+    """Run the command; return its exit code, and print one sentence on stderr if an error ends it.
+
+    Args:
+        arguments: those of the command line; None for those of the process.
+    """
     try:
         given, foreign = build_parser().parse_known_args(arguments)
         if foreign:
             given.parser.error(f"unrecognized arguments: {' '.join(foreign)}")
-        code: int = given.run(given)
+        code = run_command(given)
+        # A pipe whose reader is gone must raise here, where the error is handled, and not when the interpreter ends.
         sys.stdout.flush()
         return code
     except PhalanxError as error:
-        # One line, whatever names a hostile file put into it.
+        # The message may quote names from a file, and they may contain line breaks and control characters.
         print(f"phalanx: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader closed the pipe. Nothing must be left to flush when the interpreter ends.
+        # The interpreter flushes once more when it ends, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED

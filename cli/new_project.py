@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..framework.core.errors import ConfigurationError, StorageError
 from ..framework.core.package_paths import PACKAGE_ROOT
-from .output import say, say_json
+from .terminal_text import say, say_json
 
 TEMPLATES = PACKAGE_ROOT / "cli" / "templates"
 # Neither hidden nor an option, and a name that each tool and each file system accepts.

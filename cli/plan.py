@@ -11,7 +11,7 @@ from typing import Any
 from ..framework.core.accumulation import resolve_accumulation
 from ..framework.core.degrees import resolve_degrees
 from ..framework.core.errors import ConfigurationError
-from ..framework.core.global_batch import pieces_of, resolve_global_batch
+from ..framework.core.global_batch import GlobalBatch, pieces_of, resolve_global_batch
 from ..framework.core.precision import resolve_precision
 from ..framework.core.registry import STRATEGIES
 from ..framework.core.size_text import size_text
@@ -22,10 +22,10 @@ from ..framework.memory.communication import Traffic, Transfer, communication
 from ..framework.memory.formulas import LAYOUTS
 from ..framework.memory.memory_plan import MemoryPlan, PlanRow, TrainingData
 from ..framework.parallel.strategy import Strategy
-from .begin_commands import CHECK_FAILED
-from .looks import fitted_table, painted, say_wrapped
-from .output import printable, say, say_json
+from ..framework.system.console import printable
+from .commands import CHECK_FAILED
 from .planned_program import PlannedFit, canonical_strategy, of_class, of_script
+from .terminal_text import fitted_table, painted, say, say_json, say_wrapped
 
 # Those that few scripts have as well.
 _OPTIONS = ("--ranks", "--ranks-per-node", "--device-memory", "--host-memory", "--rehearse", "--json")
@@ -50,52 +50,34 @@ class _Answer:
 
 def show_plan(given: argparse.Namespace) -> int:
     """Print the plan of a script or a class; return the exit code: 69 if the run does not fit."""
-    for name in ("device_memory", "host_memory"):
-        _check_unit(f"--{name.replace('_', '-')}", getattr(given, name))
+    _check_arguments(given)
+    chosen = None if given.strategy is None else canonical_strategy(given.strategy)
+    fit = of_class(given.target) if ":" in given.target else of_script(given.target, given.arguments)
+    about = _strategy(fit, chosen)
+    plan = _plan(fit, about, given)
+    answer = _answer(given.target, fit, plan, _row(plan, about if isinstance(about, str) else about.name))
+    if given.json:
+        say_json(_document(answer))
+    else:
+        _show(answer)
+    return 0 if answer.row.fits and answer.row.refusal is None else CHECK_FAILED
+
+
+def _check_arguments(given: argparse.Namespace) -> None:
+    """Refuse sizes without a unit, and note options of ``plan`` that the script would get.
+
+    Raises:
+        ConfigurationError: a size has no unit.
+    """
+    for option, size in (("--device-memory", given.device_memory), ("--host-memory", given.host_memory)):
+        if size is not None and size.strip()[-1:].isdigit():
+            raise ConfigurationError(f"{option} {size} has no unit: give a size such as 80GB.")
     misplaced = [each for each in given.arguments if each.partition("=")[0] in _OPTIONS]
     if misplaced:
         text = (
             f"note: {misplaced[0]} behind {given.target} is an argument of the script; options of plan come before it"
         )
         print(f"phalanx: {printable(text)}.", file=sys.stderr)
-    chosen = None if given.strategy is None else canonical_strategy(given.strategy)
-    fit = of_class(given.target) if ":" in given.target else of_script(given.target, given.arguments)
-    are_other = given.ranks is not None or given.ranks_per_node is not None
-    parallel = fit.settings.parallel if given.parallel is None else given.parallel
-    about = _strategy(fit, chosen)
-    # By formulas nothing is split along these axes but the state.
-    rehearses = given.rehearse or about == "auto" or bool(resolve_degrees(parallel).used)
-    plan = fit.trainer.plan(
-        fit.module,
-        fit.loaders,
-        datamodule=fit.datamodule,
-        activation_bytes=fit.activation_bytes,
-        ranks=fit.ranks if given.ranks is None else given.ranks,
-        ranks_per_node=given.ranks_per_node if are_other else fit.ranks_per_node,
-        device_memory=given.device_memory,
-        host_memory=given.host_memory,
-        parallel=parallel,
-        rehearse=about if rehearses else None,
-    )
-    row = _row(plan, about if isinstance(about, str) else about.name)
-    precision = resolve_precision(fit.settings.precision)
-    schedule = resolve_accumulation(fit.settings.accumulate_grad_batches)
-    window = schedule.constant or schedule.largest
-    whole = resolve_global_batch(fit.settings.global_batch_size, fit.settings.micro_batch_size)
-    if whole is not None and plan.data is not None and plan.data.micro_batch is not None:
-        window = len(pieces_of(whole.share(_data_ranks(plan)), plan.data.micro_batch))
-    is_counted = row.rank is None and row.name in LAYOUTS
-    transfers = (
-        communication(LAYOUTS[row.name], plan.size, plan.ranks, precision, window) if is_counted else row.traffic
-    )
-    instead = alternatives(plan, row.name, precision) if not row.fits and is_counted else None
-    samples = None if whole is None else whole.samples
-    answer = _Answer(given.target, type(fit.module).__name__, plan, row, window, samples, transfers, instead)
-    if given.json:
-        say_json(_document(answer))
-    else:
-        _show(answer)
-    return 0 if row.fits and row.refusal is None else CHECK_FAILED
 
 
 def _strategy(fit: PlannedFit, chosen: str | None) -> str | Strategy:
@@ -105,9 +87,50 @@ def _strategy(fit: PlannedFit, chosen: str | None) -> str | Strategy:
     return given if isinstance(given, Strategy) and name == given.name else name
 
 
-def _check_unit(option: str, size: str | None) -> None:
-    if size is not None and size.strip()[-1:].isdigit():
-        raise ConfigurationError(f"{option} {size} has no unit: give a size such as 80GB.")
+def _plan(fit: PlannedFit, about: str | Strategy, given: argparse.Namespace) -> MemoryPlan:
+    """Plan a fit on the machines of the command line, or else on those that the program asks for."""
+    on_other_machines = given.ranks is not None or given.ranks_per_node is not None
+    parallel = fit.settings.parallel if given.parallel is None else given.parallel
+    # The formulas know data-parallel ranks only; a rehearsal runs a step of one rank of the mesh.
+    rehearses = given.rehearse or about == "auto" or bool(resolve_degrees(parallel).used)
+    return fit.trainer.plan(
+        fit.module,
+        fit.loaders,
+        datamodule=fit.datamodule,
+        activation_bytes=fit.activation_bytes,
+        ranks=fit.ranks if given.ranks is None else given.ranks,
+        ranks_per_node=given.ranks_per_node if on_other_machines else fit.ranks_per_node,
+        device_memory=given.device_memory,
+        host_memory=given.host_memory,
+        parallel=parallel,
+        rehearse=about if rehearses else None,
+    )
+
+
+def _answer(target: str, fit: PlannedFit, plan: MemoryPlan, row: PlanRow) -> _Answer:
+    """Return the answer about one strategy of a plan."""
+    precision = resolve_precision(fit.settings.precision)
+    global_batch = resolve_global_batch(fit.settings.global_batch_size, fit.settings.micro_batch_size)
+    window = _window(fit, plan, global_batch)
+    is_by_formula = row.rank is None and row.name in LAYOUTS
+    return _Answer(
+        target,
+        type(fit.module).__name__,
+        plan,
+        row,
+        window,
+        None if global_batch is None else global_batch.samples,
+        communication(LAYOUTS[row.name], plan.size, plan.ranks, precision, window) if is_by_formula else row.traffic,
+        alternatives(plan, row.name, precision) if is_by_formula and not row.fits else None,
+    )
+
+
+def _window(fit: PlannedFit, plan: MemoryPlan, global_batch: GlobalBatch | None) -> int:
+    """Return the micro-batches of a rank in an optimizer step."""
+    if global_batch is not None and plan.data is not None and plan.data.micro_batch is not None:
+        return len(pieces_of(global_batch.share(_data_ranks(plan)), plan.data.micro_batch))
+    schedule = resolve_accumulation(fit.settings.accumulate_grad_batches)
+    return schedule.constant or schedule.largest
 
 
 def _reserved(plan: MemoryPlan) -> int:

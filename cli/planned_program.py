@@ -22,8 +22,7 @@ from ..framework.core.wording import a_type
 from ..framework.run.overrides import is_overridden
 from ..framework.trainer.session import Session, StageRequest
 from ..framework.trainer.settings import TrainerSettings
-from .given_file import require_file
-from .user_module import find_module
+from .user_program import find_module, require_file
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..framework.core.errors import Preempted
-from .job import Job
+from .job import LAUNCHER, Job
 
 _IMPORTS = """
 import os
@@ -83,17 +83,14 @@ if __name__ == "__main__":
 
 def ray_job(job: Job) -> str:
     """Return a script that runs a launcher on each node of a Ray cluster, and runs them again after a preemption."""
-    # Without the interpreter, which is that of the node.
-    command = job.command()[1:]
-    length = 1 + len(job.arguments)
     resources = {"CPU": job.devices, **({"GPU": job.gpus} if job.gpus else {})}
     return f'''"""A job for Ray: {job.name}. Its exit code is that of the run."""
 {_IMPORTS}NODES = {job.nodes}
 # For each node.
 RESOURCES = {resources!r}
 # The launcher and its options; the script and its arguments.
-LAUNCH = {command[:-length]!r}
-SCRIPT = {command[-length:]!r}
+LAUNCH = {[*LAUNCHER, *job.options]!r}
+SCRIPT = {job.program!r}
 # Losses of a node after which the run is started again.
 MAX_LOSSES = {job.max_restarts}
 WAIT_SECONDS = 10

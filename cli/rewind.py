@@ -22,8 +22,7 @@ from ..framework.report.saved import saved_checkpoints
 from ..framework.report.step_data import data_of_step
 from ..framework.resume.checkpoint_search import not_resumable, only_of
 from ..framework.system.run_directory import RunDirectory
-from .looks import say_wrapped
-from .output import say_json
+from .terminal_text import say_json, say_wrapped
 
 _STEPS = re.compile(r"(\d+)(?::(\d+))?$")
 _VERSION = re.compile(r"version_(\d+)$")

@@ -17,8 +17,7 @@ from ..framework.launch import fork_server_main
 from ..framework.launch.fork_server_main import SEARCHES_OWN_FOLDER, run_as_main
 from ..framework.system.environment import error_dir, override_script
 from ..framework.system.failure_records import exit_code_of, shows_lines
-from .given_file import require_file
-from .user_module import search_working_directory
+from .user_program import require_file, search_working_directory
 
 _OWN_FILES = (__file__, fork_server_main.__file__)
 

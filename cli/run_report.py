@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from ..framework.core.errors import StorageError
+from ..framework.core.size_text import size_text
 from ..framework.core.wording import counted
-from ..framework.report.charts import bytes_text
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
-from ..framework.report.loose import listed, mapping, rows, text, whole
 from ..framework.report.page import measured, render_page
 from ..framework.report.run_files import PAGE, RunFiles
-from ..framework.report.series import OWN_PREFIX, as_number
-from ..framework.report.times import span_text
+from ..framework.report.series import OWN_PREFIX
+from ..framework.report.values import as_number, listed, mapping, rows, span_text, text, whole
 from ..framework.report.verdicts import shortened_command
 from ..framework.system.atomic_files import write_text
-from .looks import Curve, fitted_table, say_fitted, say_wrapped, shown_number, state_color
-from .output import say_json
+from .terminal_text import Curve, fitted_table, say_fitted, say_json, say_wrapped, shown_number, state_color
 
 _MOST_METRICS, _MOST_CHECKPOINTS = 8, 3
 
@@ -91,7 +89,7 @@ def _say_metrics(report: dict[str, Any]) -> None:
             ends = (shown_number(known[0]), shown_number(known[-1]), shown_number(min(known)), shown_number(max(known)))
             lines.append([name, *ends, Curve(values)])
     if lines:
-        fitted_table(("metric", "first", "last", "least", "most", ""), lines, yielding=0)
+        fitted_table(("metric", "first", "last", "least", "most", ""), lines, shortened_column=0)
 
 
 def _own_last(curves: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -103,8 +101,8 @@ def _say_checkpoints(report: dict[str, Any]) -> None:
     found = rows(report["checkpoints"])
     lines = []
     for each in found[-_MOST_CHECKPOINTS:]:
-        size = as_number(each.get("bytes"))
+        size = whole(each.get("bytes"))
         state = "good" if each.get("complete") else text(each.get("problem")) or "incomplete"
-        lines.append([text(each.get("name")), text(each.get("step")), "" if size is None else bytes_text(size), state])
+        lines.append([text(each.get("name")), text(each.get("step")), "" if size is None else size_text(size), state])
     if lines:
         fitted_table((f"checkpoint ({report['checkpoints_count']} in all)", "step", "size", "state"), lines)

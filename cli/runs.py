@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..framework.report.finding import find_runs, shown_path
-from ..framework.report.loose import mapping, text
 from ..framework.report.overview import overview
-from ..framework.report.run_files import parsed_time
-from ..framework.report.times import span_text
-from .looks import fitted_table, shown_number, state_color
-from .output import age, say, say_json
+from ..framework.report.values import mapping, parsed_time, span_text, text
+from .terminal_text import fitted_table, say, say_json, shown_number, state_color
 
 
 def list_runs(given: argparse.Namespace) -> int:
@@ -45,7 +42,7 @@ def _line(one: dict[str, Any]) -> list[str]:
         step,
         "-" if one["epochs"] is None else f"{one['epochs']:,}",
         "-" if seconds is None else span_text(seconds),
-        "-" if began is None else f"{age(time.time() - began)} ago",
+        "-" if began is None else f"{span_text(max(0.0, time.time() - began), 1)} ago",
         _result(one),
     ]
 

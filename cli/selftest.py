@@ -19,10 +19,9 @@ from ..framework.core.precision import resolve_precision
 from ..framework.core.registry import STRATEGIES
 from ..framework.launch import launch_function
 from ..framework.system.environment import nvme_default, variables_set
-from .begin_commands import CHECK_FAILED
-from .looks import fitted_table, say_wrapped
-from .output import say, say_json
+from .commands import CHECK_FAILED
 from .selftest_model import train_by_hand, train_with
+from .terminal_text import fitted_table, say, say_json, say_wrapped
 
 RANKS = 2
 # Of a loss in float32; sums in another order differ by about a millionth.

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from ..framework.core.errors import ConfigurationError, PhalanxError, StorageError
 from .job import Job
 from .kubernetes_manifest import kubernetes_manifest
-from .output import say, say_json
 from .ray_job import ray_job
 from .slurm_script import slurm_script
+from .terminal_text import say, say_json
 
 
 @dataclass(frozen=True)

@@ -3,28 +3,72 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import select
 import sys
+import termios
 import time
+import tty
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from ..framework.core.size_text import size_text
 from ..framework.core.wording import counted
-from ..framework.report.charts import bytes_text
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
-from ..framework.report.loose import listed, mapping, rows, text, whole
 from ..framework.report.run_files import RunFiles
-from ..framework.report.series import OWN_PREFIX, as_number
-from ..framework.report.times import span_text
-from ..framework.system.console import encodable
-from .keys import Keys
-from .look_commands import LEAST_INTERVAL_SECONDS
-from .looks import line_width, painted, shortened, shown_number, spark, state_color
-from .output import printable, say_json
+from ..framework.report.series import OWN_PREFIX
+from ..framework.report.values import as_number, listed, mapping, rows, span_text, text, whole
+from ..framework.system.console import encodable, printable
+from .commands import LEAST_INTERVAL_SECONDS
+from .terminal_text import line_width, painted, say, say_json, shortened, shown_number, spark, state_color
 
 _MOST_METRICS, _MOST_RANKS = 8, 8
 _CLEAR = "\x1b[H\x1b[J"
+_SECOND_SCREEN, _FIRST_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _LIVE = ("running", "silent")
+
+
+class Keys:
+    """A context in which the terminal passes each key on at once. Its modes are restored on exit."""
+
+    def __init__(self) -> None:
+        self._descriptor = sys.stdin.fileno()
+        self._before: list[Any] | None = None
+
+    def __enter__(self) -> Keys:
+        self._before = termios.tcgetattr(self._descriptor)
+        # Ctrl-C still raises KeyboardInterrupt.
+        tty.setcbreak(self._descriptor)
+        self.draw(_SECOND_SCREEN)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def draw(self, text: str) -> None:
+        """Write text to the terminal at once."""
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def wait(self, seconds: float) -> str:
+        """Wait for a key; return it, or an empty text if none was pressed. The end of the input counts as ``q``."""
+        ready, _, _ = select.select([self._descriptor], [], [], seconds)
+        if not ready:
+            return ""
+        return os.read(self._descriptor, 1).decode("ascii", "replace").lower() or "q"
+
+    def close(self) -> None:
+        """Show the first screen again, with the terminal's own modes."""
+        if self._before is not None:
+            before, self._before = self._before, None
+            with contextlib.suppress(OSError, ValueError):
+                self.draw(_FIRST_SCREEN)
+            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, before)
 
 
 def watch_run(given: argparse.Namespace) -> int:
@@ -54,7 +98,7 @@ def _print_views(directory: Path, given: argparse.Namespace) -> None:
         elif given.once:
             print("\n".join(view(report, directory)))
         else:
-            print(encodable(printable(line_of(report)), sys.stdout))
+            say(line_of(report))
         sys.stdout.flush()
         if given.once or report["state"] not in _LIVE:
             return
@@ -141,8 +185,8 @@ def _pace(report: dict[str, Any], progress: dict[str, Any]) -> str:
         parts.append(f"{shown_number(rate)} steps/s")
     if left is not None:
         parts.append(f"{span_text(left)} left")
-    if (used := as_number(memory.get("used"))) is not None:
-        parts.append(f"{bytes_text(used)} of memory")
+    if (used := whole(memory.get("used"))) is not None:
+        parts.append(f"{size_text(used)} of memory")
     if report["state"] in _LIVE and updated is not None:
         parts.append(f"sign of life {span_text(max(0.0, time.time() - updated))} ago")
     return ", ".join(parts)

@@ -8,8 +8,7 @@ from pathlib import Path
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
 from ..framework.report.run_files import RunFiles
-from .looks import say_wrapped
-from .output import say_json
+from .terminal_text import say_json, say_wrapped
 
 _KEYS = (
     "run", "path", "state", "exit_code", "stopped", "began", "ended", "duration_seconds", "why", "resume_from",

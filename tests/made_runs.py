@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phalanx.framework.report.times import timestamp
+from phalanx.framework.report.values import timestamp
 from phalanx.framework.system.processes import start_of
 
 HOSTILE = "loss</script><img src=x onerror=alert(1)>\x1b[31m\n\u202e\"'&"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import NamedTuple
 
-from phalanx.cli.migrate import migrate_script
 from phalanx.cli.migrate.edits import apply
+from phalanx.cli.migrate.script import migrate_script
 
 
 class Rewritten(NamedTuple):

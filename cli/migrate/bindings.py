@@ -45,7 +45,7 @@ def imported_frameworks(source: Source) -> set[Framework]:
 
 
 def bindings(source: Source, outcome: Outcome) -> list[Binding]:
-    """Return the imports of other frameworks; one of all names with ``*`` is left."""
+    """Return the imported names of other frameworks with their uses. An import with ``*`` is left to the user."""
     found = []
     for statement in source.walk(cst.Import, cst.ImportFrom):
         for path, alias in _imported(statement):
@@ -74,37 +74,42 @@ def _imported(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[str, cst
 
 
 def _collect_uses(source: Source, found: Iterable[Binding]) -> None:
-    """Give each binding the longest expressions that are names of its framework."""
+    """Add to each binding the expressions that use it: of ``pl.Trainer.fit`` the part ``pl.Trainer``.
+
+    ``references`` yields an expression before its parts, so that the longest one with a counterpart is found first.
+    """
     by_name: dict[str, list[Binding]] = {}
     for binding in found:
         by_name.setdefault(binding.name.partition(".")[0], []).append(binding)
-    inside: set[cst.CSTNode] = set()
+    parts_of_uses: set[cst.CSTNode] = set()
     for node in source.references():
-        text = dotted(node)
-        if node in inside or text is None or text.partition(".")[0] not in by_name:
+        first = (dotted(node) or "").partition(".")[0]
+        if node in parts_of_uses or first not in by_name:
             continue
-        for path in source.imported_names(node):
-            # The name of an attribute of a class is not one of the framework, but its beginning is.
-            if counterpart(path) is None or other_framework_of(path) is None:
-                continue
-            if isinstance(node, cst.Attribute):
-                inside.update(_parts(node))
-            for binding in by_name[text.partition(".")[0]]:
-                if _is_reached(path, binding):
-                    binding.uses.append((node, path))
-            break
+        # A name that a try statement imports, and its except clause from elsewhere, has several paths: one is enough.
+        path = next((each for each in source.imported_names(node) if _has_counterpart(each)), None)
+        if path is None:
+            continue
+        parts_of_uses.update(_parts(node))
+        for binding in by_name[first]:
+            if _gives_access(binding, path):
+                binding.uses.append((node, path))
 
 
-def _is_reached(path: str, binding: Binding) -> bool:
-    """Whether a binding gives access to a full name; ``import a.b`` binds ``a``, so it does for all names below."""
+def _has_counterpart(path: str) -> bool:
+    """Whether a full name is one of another framework; a method of a class, such as ``pl.Trainer.fit``, is none."""
+    return counterpart(path) is not None and other_framework_of(path) is not None
+
+
+def _gives_access(binding: Binding, path: str) -> bool:
+    """Whether an import gives access to a full name; ``import a.b`` binds ``a``, so it does for all names below."""
     if isinstance(binding.statement, cst.Import) and not binding.is_renamed:
         return path.partition(".")[0] == binding.path.partition(".")[0]
     return path == binding.path or path.startswith(f"{binding.path}.")
 
 
-def _parts(node: cst.Attribute) -> Iterator[cst.CSTNode]:
-    value = node.value
-    while isinstance(value, cst.Attribute):
-        yield value
-        value = value.value
-    yield value
+def _parts(node: cst.BaseExpression) -> Iterator[cst.CSTNode]:
+    """Yield the expressions before each dot of a chain of names."""
+    while isinstance(node, cst.Attribute):
+        node = node.value
+        yield node

@@ -7,30 +7,28 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 
-from ...framework.core.errors import ConfigurationError
+from ...framework.core.errors import CheckpointError, StorageError
 from ...framework.core.wording import counted
-from ...framework.system.console import encodable
-from ..output import printable, say, say_json
+from ...framework.system.console import encodable, printable
+from ..terminal_text import say, say_json
 from .files import Migrated, files_below, migrated, write_changed
 
 SCHEMA = 1
-_DATA_ERROR, _STORAGE_ERROR = 65, 74
+# A file that is not Python is reported as a checkpoint that cannot be read is.
+_UNREADABLE = CheckpointError.exit_code
 
 
 def migrate_files(given: argparse.Namespace) -> int:
     """Print the differences of the given files, or apply them; return the exit code.
 
     Raises:
-        ConfigurationError: libcst is not installed, or a path does not exist.
+        ConfigurationError: a path does not exist.
     """
-    if find_spec("libcst") is None:
-        raise ConfigurationError("phalanx migrate needs libcst, which is not installed: pip install 'libcst>=1.5'.")
     found = [migrated(path) for path in files_below(given.files)]
-    code = _DATA_ERROR if any(each.error for each in found) else 0
+    code = _UNREADABLE if any(each.error for each in found) else 0
     if given.write and not write_changed(found):
-        code = _STORAGE_ERROR
+        code = StorageError.exit_code
     if given.json:
         say_json({"schema": SCHEMA, "written": given.write, "files": [_as_json(each) for each in found]})
     else:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ...framework.core.errors import ConfigurationError, StorageError
 from ...framework.system.atomic_files import new_file, write_synced
-from . import migrate_script
 from .edits import Left, Outcome, apply, line_after
+from .script import migrate_script
 from .yaml_configs import migrate_yaml
 
 _SCRIPTS, _CONFIGS = (".py",), (".yaml", ".yml")

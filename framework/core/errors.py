@@ -25,6 +25,9 @@ import difflib
 from collections.abc import Iterable, Set
 from typing import TypeGuard
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
 # The longest list of known names in a message, which would hide the sentence otherwise.
 _MOST_LETTERS = 100
 # The shortest beginning of a name that is taken for an abbreviation.

@@ -11,8 +11,8 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from .series import LEARNING_RATE, MEMORY, OWN_PREFIX, RATE, THROUGHPUT, as_number, thinned
-from .times import number_text
+from .series import LEARNING_RATE, MEMORY, OWN_PREFIX, RATE, THROUGHPUT, thinned
+from .values import as_number, number_text
 
 _ROLES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
 _ROLE = re.compile(rf"^({'|'.join(_ROLES)})(?:[/_.\- ]+)(?=\S)", re.IGNORECASE)

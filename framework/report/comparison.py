@@ -1,12 +1,17 @@
-"""Two reports side by side: what they were started with, and what they reached."""
+"""Two reports side by side: what they were started with, what they reached, and a page with the curves of both."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
 from typing import Any
 
-from .loose import listed, mapping, text
-from .series import OWN_PREFIX, as_number
-from .times import number_text, span_text
+from .charts import overlaid
+from .document import run_name
+from .page import card, charts_section, framed, table_of
+from .series import OWN_PREFIX
+from .values import as_number, listed, mapping, number_text, span_text, text
 from .verdicts import shortened_command
 
 LABELS = ("A", "B")
@@ -75,3 +80,37 @@ def _numbers(curve: Any) -> dict[str, Any] | None:
         "last": known[-1][0], "last_step": known[-1][1], "min": least[0], "min_step": least[1],
         "max": most[0], "max_step": most[1],
     }  # fmt: skip
+
+
+# ---- page -----------------------------------------------------------------------------------------------------------
+
+
+def render_comparison(reports: Sequence[dict[str, Any]], found: dict[str, Any]) -> str:
+    """Return the page of two reports.
+
+    Args:
+        reports: the reports.
+        found: the result of ``compare_reports`` for them.
+    """
+    runs = _short_names(found["runs"])
+    parts = [f'<div class="head"><h1>{escape(" and ".join(runs))}</h1></div>']
+    for color, (label, path) in enumerate(zip(LABELS, found["runs"], strict=True)):
+        mark = f'<i class="b{color}"></i>{label}'
+        parts.append(f'<p class="legend"><span>{mark} <code>{escape(text(path))}</code></span></p>')
+    curves = {label: mapping(report.get("curves")) for label, report in zip(LABELS, reports, strict=True)}
+    parts.append(charts_section(overlaid(curves)))
+    results = {name: pair for name, pair in found["results"].items() if pair != [None, None]}
+    for title, pairs in (("Settings that differ", found["settings"]), ("Results", results)):
+        lines = [
+            [name.replace("_", " "), *(compared_text(name, value) for value in pair)] for name, pair in pairs.items()
+        ]
+        parts.append(card(title, table_of(["", *LABELS], lines)))
+    return framed(" and ".join(runs), "".join(parts))
+
+
+def _short_names(paths: Sequence[str]) -> list[str]:
+    """Return the last parts of the paths of two runs, as many as it takes to tell them apart."""
+    paths, count = list(map(text, paths)), 2
+    while len(set(names := [run_name(Path(path), count) for path in paths])) < len(set(paths)):
+        count += 1
+    return names

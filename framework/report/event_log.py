@@ -21,7 +21,8 @@ from typing import Any
 
 from ..system.failure_records import write_atomically
 from .data_marks import DataMark, with_mark, written
-from .series import History, as_number
+from .series import History
+from .values import as_number
 
 HISTORY = "history.jsonl"
 """The name of the file."""

@@ -9,10 +9,9 @@ from typing import Any
 
 from ..system.run_directory import REPORT
 from .document import finite
-from .loose import mapping, text, whole
-from .run_files import RunFiles, parsed_time
-from .series import OWN_PREFIX, as_number
-from .times import timestamp
+from .run_files import RunFiles
+from .series import OWN_PREFIX
+from .values import as_number, mapping, parsed_time, text, timestamp, whole
 
 # The outcome is at the beginning of a report, one line for each key; the curves follow.
 _HEAD_BYTES = 64 << 10

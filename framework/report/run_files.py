@@ -8,24 +8,31 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import INTERRUPTED, Preempted, StalledError
 from ..system.processes import start_of
 from ..system.run_directory import CONFIG, RANKS, REPORT, identity_of
 from .event_log import HISTORY, Events, read_events
 from .recorder import STATUS
-from .series import as_number
-from .times import timestamp
+from .values import as_number, parsed_time, timestamp
 
 PAGE = "report.html"
 """The name of the report's page."""
 # A process of another host that wrote nothing for so long is not counted as running.
 SILENT_SECONDS = 60.0
 _MARKS = (STATUS, HISTORY, "run.id")
-_STATES = {0: "finished", 75: "preempted", 76: "stalled", 130: "interrupted"}
+_STATES = {
+    0: "finished",
+    Preempted.exit_code: "preempted",
+    StalledError.exit_code: "stalled",
+    INTERRUPTED: "interrupted",
+}
+_VERDICTS = {
+    "finished": "good", "running": "good", "preempted": "warn", "interrupted": "warn", "silent": "warn",
+}  # fmt: skip
 
 
 def is_run(directory: Path) -> bool:
@@ -33,6 +40,11 @@ def is_run(directory: Path) -> bool:
     if any((directory / name).is_file() for name in _MARKS):
         return True
     return any(_is_own(directory / name) for name in (CONFIG, REPORT))
+
+
+def verdict_of(state: str) -> str:
+    """Return ``"good"``, ``"warn"`` or ``"bad"`` for a state of a run, by which it is coloured."""
+    return _VERDICTS.get(state, "bad")
 
 
 def _is_own(document: Path) -> bool:
@@ -145,11 +157,3 @@ class RunFiles:
             self.problems.append(f"{name} is damaged: it is not a JSON object.")
             return {}
         return found
-
-
-def parsed_time(text: Any) -> float | None:
-    """Return a time in ISO 8601 as seconds since 1970; None for anything else."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return None

@@ -14,9 +14,8 @@ from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.manifest_file import read_manifest
 from ..checkpoint.verify import first_incomplete
 from ..core.errors import CheckpointError, PhalanxError
-from .loose import text
 from .run_files import RunFiles
-from .times import timestamp
+from .values import text, timestamp
 
 # Manifests name every tensor: reading them all would take seconds in a folder with many large checkpoints.
 _MOST_READ = 12

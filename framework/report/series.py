@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .values import as_number
+
 # A series is thinned to half when it reaches this many points, so that it has at least half as many from then on.
 MOST_POINTS = 2_000
 MOST_SERIES = 200
@@ -114,13 +116,3 @@ class History:
     def latest(self) -> dict[str, float]:
         """Return the newest value of each name."""
         return {name: series.values[-1] for name, series in self.series.items() if series.values}
-
-
-def as_number(value: Any) -> float | None:
-    """Return a value as a float; None for what is not a number."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return None
-    return None

@@ -7,10 +7,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from .times import span_text
+from ..core.errors import CheckpointError, ConfigurationError
+from .values import span_text
 
 _RESUMABLE = {"failed", "preempted", "stalled", "interrupted", "killed", "silent"}
-_CONFIGURATION, _REFUSED_CHECKPOINT = 78, 65
 
 
 def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = False) -> dict[str, Any]:
@@ -117,10 +117,12 @@ def _resume(found: dict[str, Any], ckpt_path: str | None, is_configured: bool) -
     if found["state"] not in _RESUMABLE or not command:
         return None
     text = shortened_command(command, found["directory"])
-    if found["exit_code"] == _CONFIGURATION:
+    if found["exit_code"] == ConfigurationError.exit_code:
         return f"{text}   (once the setting is corrected)"
-    if found["exit_code"] == _REFUSED_CHECKPOINT or found["resume_from"] is None:
-        return f"{text}   (from the beginning)" if found["exit_code"] != _REFUSED_CHECKPOINT else None
+    if found["exit_code"] == CheckpointError.exit_code:
+        return None
+    if found["resume_from"] is None:
+        return f"{text}   (from the beginning)"
     if ckpt_path == "auto":
         return text
     return with_checkpoint(text, "auto") if is_configured else f'{text}   (with fit(..., ckpt_path="auto"))'

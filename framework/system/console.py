@@ -23,6 +23,13 @@ def encodable(text: str, stream: Any) -> str:
     return text
 
 
+def printable(text: str) -> str:
+    """Return text in which control characters, changes of writing direction and lone surrogates are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
 def terminal_columns() -> int | None:
     """Return the width of the terminal that the standard output is; None for a file, a pipe or a notebook."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -30,13 +37,21 @@ def terminal_columns() -> int | None:
     return None
 
 
-def folded(line: str, columns: int | None, indent: str = "") -> list[str]:
-    """Return a line as lines of at most this width, the second and further ones indented. None: it is not folded."""
+def folded(line: str, columns: int | None, indent: str = "", breaks_words: bool = True) -> list[str]:
+    """Return a line as lines of at most this width.
+
+    Args:
+        line: the line.
+        columns: the width; None: it is not folded.
+        indent: the beginning of the second and further lines.
+        breaks_words: whether a word that is wider is broken; otherwise it gets a line of its own, and can be copied.
+    """
     if columns is None or len(line) <= columns:
         return [line]
     return textwrap.wrap(
-        line, columns, subsequent_indent=indent, break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True
-    )
+        line, columns, subsequent_indent=indent, break_long_words=breaks_words, break_on_hyphens=False,
+        replace_whitespace=False, drop_whitespace=True,
+    )  # fmt: skip
 
 
 def is_notebook() -> bool:

@@ -22,6 +22,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ..core.errors import (
+    INTERRUPTED as INTERRUPTED,
     CheckpointError,
     ConfigurationError,
     DataError,
@@ -31,8 +32,6 @@ from ..core.errors import (
     StorageError,
 )
 from ..core.package_paths import OWN_FOLDERS
-
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)

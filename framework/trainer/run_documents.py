@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback, saved_by
-from ..report.times import timestamp
+from ..report.values import timestamp
 from ..resume.checkpoint_search import newest_of_run, shared_directories
 from ..system.provenance import machine_facts, provenance
 from . import memory_facts, model_facts

@@ -16,7 +16,7 @@ import pytest
 from command_terminal import Terminal, shown_lines, warm_command
 from ranks import run_command
 
-from phalanx.cli.gpu_checks import check_driver
+from phalanx.cli.gpu_checks import check_gpu_health
 from phalanx.cli.host_checks import check_hosts
 from phalanx.cli.machine_checks import Check
 
@@ -119,6 +119,7 @@ def test_hosts_that_answer_and_hosts_that_do_not() -> None:
 
 NVIDIA_SMI = """#!/bin/sh
 case "$1" in *clocks_event*) [ -n "$OLD_DRIVER" ] && { echo 'Field "x" is not a valid field.'; exit 2; } ;; esac
+[ -n "$MUTE" ] && { echo >&2; exit 9; }
 [ -n "$BROKEN" ] && { echo "NVIDIA-SMI has failed because it couldn't communicate with the driver."; exit 9; }
 echo "0, 550.54, 41, 0, 0x0000000000000001"
 echo "1, 550.54, 92, 7, 0x0000000000000040"
@@ -132,16 +133,18 @@ def test_gpus_with_memory_errors_and_heat(variable: str, tmp_path: Path, monkeyp
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv(variable, "1")
-    found = list(check_driver())
+    found = list(check_gpu_health())
     assert failing(iter(found)) == {"memory 1": "driver 550.54, 7 uncorrected", "clocks 1": "92 C, too hot"}
     assert {check.name: check.found for check in found}["memory 2"] == "driver 550.54, no ECC"
     monkeypatch.setenv("BROKEN", "1")
-    assert set(failing(check_driver())) == {"nvidia-smi"}
+    assert failing(check_gpu_health())["nvidia-smi"].startswith("NVIDIA-SMI has failed because")
+    monkeypatch.setenv("MUTE", "1")
+    assert failing(check_gpu_health()) == {"nvidia-smi": "nvidia-smi ended with exit code 9"}
 
 
 def test_a_machine_without_a_driver_is_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert list(check_driver()) == []
+    assert list(check_gpu_health()) == []
 
 
 @pytest.mark.timeout(120)

@@ -12,9 +12,8 @@ import pytest
 from command_terminal import Terminal, command, shown_lines
 from ranks import run_command
 
-from phalanx.cli.command_parser import GROUPS
+from phalanx.cli.command_parser import GROUPS, OTHER_NAMES, imported, suggestion
 from phalanx.cli.main import build_parser
-from phalanx.cli.other_names import OTHER_NAMES, suggestion
 from phalanx.errors import ConfigurationError
 
 
@@ -54,6 +53,11 @@ def test_the_help_imports_nothing_that_reads_runs_or_checkpoints(tmp_path: Path)
     loaded = set(run_command([sys.executable, "-c", _LOADED], tmp_path).stdout.splitlines())
     assert "phalanx.framework.core.errors" in loaded
     assert loaded.isdisjoint({"torch", "phalanx.checkpoint", "phalanx.cli.checkpoint", "phalanx.framework.report"})
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_the_function_of_each_command_exists(name: str) -> None:
+    assert callable(imported(COMMANDS[name].get_default("run")))
 
 
 def test_known_commands_are_in_the_order_of_the_help() -> None:

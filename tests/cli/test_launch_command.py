@@ -14,7 +14,7 @@ from called_command import CalledCommand
 from launched_nodes import LAUNCH, RANK, started
 from ranks import run_command, run_script
 
-from phalanx.cli import launch
+from phalanx.cli import rank_launch
 from phalanx.cli.main import main
 
 # A fit that resumes from its newest checkpoint.
@@ -159,7 +159,7 @@ def test_the_place_of_a_node_is_read_from_variables(
         asked.append(given[-1])
         return 0
 
-    monkeypatch.setattr(launch, "launch_ranks", note)
+    monkeypatch.setattr(rank_launch, "launch_ranks", note)
     options = variables.pop("options", "").split()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -16,9 +16,8 @@ from called_command import CalledCommand, Outcome
 from kubeflow_trainer_api import models
 
 from phalanx.cli.job import Job
-from phalanx.cli.kubernetes_manifest import documents, kubernetes_manifest
+from phalanx.cli.kubernetes_manifest import kubernetes_documents, kubernetes_manifest, yaml_text
 from phalanx.cli.main import build_parser
-from phalanx.cli.yaml_text import yaml_text
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 
 # Stand-ins for commands of SLURM: each task is known by its arguments, and ends with a code that the test gives.
@@ -87,14 +86,14 @@ def test_a_slurm_job_passes_arguments_on_as_they_are_and_is_queued_again_after_a
 
 @pytest.mark.parametrize("each", [job(), job(nodes=1, gpus=0, max_restarts=0), job(arguments=(AWKWARD, "1e3", "on"))])
 def test_a_manifest_has_the_published_schema(each: Job) -> None:
-    runtime, train_job = documents(each)
+    runtime, train_job = kubernetes_documents(each)
     assert models.TrainerV1alpha1TrainingRuntime.from_dict(runtime).to_dict() == runtime
     assert models.TrainerV1alpha1TrainJob.from_dict(train_job).to_dict() == train_job
     assert list(yaml.safe_load_all(kubernetes_manifest(each))) == [runtime, train_job]
 
 
 def test_a_pod_starts_the_launcher_of_its_node() -> None:
-    trainer = documents(job(arguments=("--lr", AWKWARD)))[1]["spec"]["trainer"]
+    trainer = kubernetes_documents(job(arguments=("--lr", AWKWARD)))[1]["spec"]["trainer"]
     assert trainer["command"] == ["python", "-m", "phalanx", "launch"]
     variables = {"$$(": "\0", "$(PET_NODE_RANK)": "1", "$(PET_MASTER_ADDR)": "train-0", "$(PET_MASTER_PORT)": "29500"}
     arguments = trainer["args"]
@@ -104,11 +103,11 @@ def test_a_pod_starts_the_launcher_of_its_node() -> None:
     assert (given.nodes, given.node_rank, given.rdzv, given.devices) == (2, 1, "train-0:29500", 4)
     assert (given.max_restarts, given.script, given.arguments) == (3, "train.py", ["--lr", AWKWARD])
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "4"}}
-    assert "resourcesPerNode" not in documents(job(gpus=0))[1]["spec"]["trainer"]
+    assert "resourcesPerNode" not in kubernetes_documents(job(gpus=0))[1]["spec"]["trainer"]
 
 
 def test_a_pod_that_was_preempted_is_replaced_and_a_configuration_error_is_final() -> None:
-    (replicated,) = documents(job())[0]["spec"]["template"]["spec"]["replicatedJobs"]
+    (replicated,) = kubernetes_documents(job())[0]["spec"]["template"]["spec"]["replicatedJobs"]
     rules = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
     actions = {
         code: rule["action"] for rule in rules if "onExitCodes" in rule for code in rule["onExitCodes"]["values"]
@@ -117,7 +116,7 @@ def test_a_pod_that_was_preempted_is_replaced_and_a_configuration_error_is_final
     assert actions[ConfigurationError.exit_code] == "FailJob"
     # Others are repeated by the set of jobs, which counts them.
     assert 1 not in actions
-    assert documents(job())[0]["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] == 3
+    assert kubernetes_documents(job())[0]["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] == 3
 
 
 def test_a_manifest_is_created_by_kubectl(tmp_path: Path, call: Callable[..., Outcome]) -> None:

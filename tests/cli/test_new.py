@@ -14,7 +14,7 @@ from command_terminal import Terminal, command, shown_lines
 from ranks import run_script
 
 from phalanx.cli import new_project
-from phalanx.cli.begin_commands import KINDS
+from phalanx.cli.commands import KINDS
 from phalanx.framework.trainer.settings import TrainerSettings
 
 # Most of the time of a small training is that of these imports.

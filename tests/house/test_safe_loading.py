@@ -45,7 +45,7 @@ LOAD_PATH = (
         "framework/distributed/seed.py",
         "framework/system/atomic_files.py",
     ),
-    *("cli/main.py", "cli/checkpoint.py", "cli/output.py"),
+    *("cli/main.py", "cli/checkpoint.py", "cli/terminal_text.py"),
 )
 # Why each exception is none: what it names does not come from a checkpoint.
 EXCEPTIONS = {

@@ -21,7 +21,7 @@ from phalanx.framework.report.finish import amend_report
 from phalanx.framework.report.overview import overview
 from phalanx.framework.report.page import render_page
 from phalanx.framework.report.run_files import RunFiles
-from phalanx.framework.report.times import number_text, span_text
+from phalanx.framework.report.values import number_text, span_text
 from phalanx.framework.report.verdicts import headline, shortened_command, with_checkpoint
 
 WHERE = "rank 1 (pid 5) failed at step 3 (epoch 0, batch 3)"
@@ -194,6 +194,7 @@ def test_commands_times_and_numbers_are_short() -> None:
     assert [span_text(seconds) for seconds in (0.0, 0.31, 41.2, 7452.0, 90_000.0)] == [
         "0 s", "0.3 s", "41 s", "2 h 4 min", "1 d 1 h",
     ]  # fmt: skip
+    assert [span_text(seconds, 1) for seconds in (41.2, 7452.0, 90_000.0)] == ["41 s", "2 h", "1 d"]
     assert [number_text(value) for value in (None, 0.123456, 3.0, 12345.6)] == ["-", "0.1235", "3", "12,345.6"]
 
 

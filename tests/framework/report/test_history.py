@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.framework.report import event_log
-from phalanx.framework.report.attempts import summarize_attempts
+from phalanx.framework.report.document import summarize_attempts
 from phalanx.framework.report.event_log import HISTORY, EventWriter, read_events
 from phalanx.framework.report.series import MOST_POINTS, MOST_SERIES, History, thinned
 

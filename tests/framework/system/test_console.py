@@ -11,7 +11,7 @@ from hostile import good
 from ranks import run_script
 
 from phalanx.cli.main import main
-from phalanx.framework.system.console import encodable
+from phalanx.framework.system.console import encodable, folded, printable
 
 ENCODINGS = ["ascii", "latin-1", "cp1252"]
 
@@ -89,3 +89,13 @@ def test_the_command_prints_under_any_encoding(tmp_path: Path, monkeypatch: pyte
         assert main(["checkpoint", *command]) == 0
     sys.stdout.flush()
     assert rb"\u03b2" in printed.getvalue()
+
+
+def test_control_characters_are_escaped() -> None:
+    assert printable("caf\u00e9 \u202e\x1b\ud800\n") == "caf\u00e9 \\u202e\\x1b\\ud800\\n"
+
+
+def test_a_word_that_is_wider_than_a_line_can_be_kept_whole() -> None:
+    line = f"resume: python {'x' * 12}"
+    assert folded(line, 10, " ") == ["resume:", " python xx", " xxxxxxxxx", " x"]
+    assert folded(line, 10, " ", breaks_words=False) == ["resume:", " python", f" {'x' * 12}"]

@@ -1,13 +1,30 @@
-"""Import of a user's class that is named on the command line."""
+"""Files and classes of the user that a command line names."""
 
 from __future__ import annotations
 
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ..framework.core.errors import ConfigurationError, did_you_mean
+
+
+def require_file(given: str, what: str = "file") -> None:
+    """Refuse a file that does not exist.
+
+    Args:
+        given: the path on the command line.
+        what: the kind of file, for the message.
+
+    Raises:
+        ConfigurationError: there is no such file; the message has the closest name in its folder.
+    """
+    path = Path(given)
+    if not path.is_file():
+        names = os.listdir(path.parent) if path.parent.is_dir() else []
+        raise ConfigurationError(f"There is no {what} {given!r}.{did_you_mean(path.name, names)}")
 
 
 def find_module(given: str, option: str = "--module ") -> Any:

@@ -1,25 +1,27 @@
-"""Text of the commands that look at runs: colours, lines that fit the terminal, and small curves."""
+"""What commands print: lines, paragraphs and tables that fit the terminal, and JSON for programs.
+
+Control characters are escaped in all text, as names in files of runs and checkpoints may contain any.
+"""
 
 from __future__ import annotations
 
-import shutil
+import json
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..framework.report.loose import text
-from ..framework.report.series import as_number
-from ..framework.report.times import number_text
-from ..framework.system.console import encodable
+from ..framework.report.run_files import verdict_of
+from ..framework.report.values import as_number, number_text, text
+from ..framework.system.console import encodable, folded, printable, terminal_columns
 from ..framework.system.environment import takes_colors
-from .output import printable, say
 
 _COLORS = {"green": 32, "red": 31, "yellow": 33, "bold": 1, "faint": 2}
-_OF_STATE = {
-    "finished": "green", "running": "green", "preempted": "yellow", "interrupted": "yellow", "silent": "yellow",
-}  # fmt: skip
+_VERDICT_COLORS = {"good": "green", "warn": "yellow", "bad": "red"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
+# A pipe or a file takes lines of any length.
 _UNLIMITED = 10_000
 _LEAST_CURVE, _MOST_CURVE = 6, 24
 _LEAST_CELL = 8
@@ -33,6 +35,31 @@ class Curve(NamedTuple):
     """The values of a curve that is drawn in the same range."""
 
 
+def say(shown: str = "") -> None:
+    """Print one line in full."""
+    print(_plain(shown))
+
+
+def say_json(value: Any) -> None:
+    """Print a value as JSON: ASCII, so no character in it acts on a terminal."""
+    print(json.dumps(value, indent=2, default=_as_json))
+
+
+def _as_json(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _plain(shown: str) -> str:
+    return encodable(printable(shown), sys.stdout)
+
+
+# ---- lines ----------------------------------------------------------------------------------------------------------
+
+
 def painted(shown: str, color: str) -> str:
     """Return text in a colour, where the standard output takes colours. Apply it to text that is ``printable``."""
     return f"\x1b[{_COLORS[color]}m{shown}\x1b[0m" if takes_colors(sys.stdout) else shown
@@ -40,59 +67,64 @@ def painted(shown: str, color: str) -> str:
 
 def state_color(state: Any) -> str:
     """Return the colour of a run's state."""
-    return _OF_STATE.get(text(state), "red")
+    return _VERDICT_COLORS[verdict_of(text(state))]
 
 
 def line_width() -> int:
-    """Return the columns of the terminal; a pipe takes lines of any length."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNLIMITED
+    """Return the columns of the terminal; a large number for a pipe."""
+    return terminal_columns() or _UNLIMITED
 
 
 def shortened(shown: str, width: int) -> str:
     """Return text of at most ``width`` columns, with its end left out if it is longer."""
-    return shown if len(shown) <= width else shown[: max(0, width - 3)] + "..." if width > 3 else shown[:width]
+    if len(shown) <= width:
+        return shown
+    return f"{shown[: width - 3]}..." if width > 3 else shown[:width]
 
 
-def say_fitted(shown: str, color: str | None = None) -> None:
-    """Print one line that does not wrap."""
-    plain = encodable(shortened(printable(shown), line_width()), sys.stdout)
-    print(plain if color is None else painted(plain, color))
+def say_fitted(shown: str, color: str | None = None, columns: slice = slice(None)) -> None:
+    """Print one line that does not wrap, in a colour: all of it, or some of its columns."""
+    line = shortened(_plain(shown), line_width())
+    print(line if color is None else _painted_part(line, color, columns))
 
 
 def say_wrapped(shown: str, indent: str = " ") -> None:
     """Print a paragraph, wrapped at the terminal's width."""
-    width, line = line_width() - 1, indent
-    for word in printable(shown).split(" "):
-        if len(line) > len(indent) and len(line) + 1 + len(word) > width:
-            say(line)
-            line = indent
-        line += ("" if line == indent else " ") + word
-    say(line)
+    for line in folded(indent + printable(shown), line_width() - 1, indent, breaks_words=False):
+        say(line)
+
+
+def _painted_part(line: str, color: str, columns: slice) -> str:
+    start, stop, _ = columns.indices(len(line))
+    return line[:start] + painted(line[start:stop], color) + line[stop:] if start < stop else line
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
 def fitted_table(
-    head: Sequence[str], lines: Sequence[Sequence[str | Curve]], last_color: Sequence[str] = (), yielding: int = -1
+    head: Sequence[str],
+    lines: Sequence[Sequence[str | Curve]],
+    second_colors: Sequence[str] = (),
+    shortened_column: int = -1,
 ) -> None:
     """Print rows under a header. Where the terminal is too narrow, curves are shortened first, then one column.
 
     Args:
-        last_color: the colour of the second column of each row.
-        yielding: the column that is shortened: by default the last one.
+        second_colors: the colour of the second column of each row.
+        shortened_column: the column that is shortened: by default the last one.
     """
     total = line_width()
     cells = _drawn((head, *lines), total)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     excess = sum(widths) + 2 * (len(widths) - 1) - total
-    widths[yielding] -= max(0, min(excess, widths[yielding] - _LEAST_CELL))
+    widths[shortened_column] -= max(0, min(excess, widths[shortened_column] - _LEAST_CELL))
+    second = slice(widths[0] + 2, widths[0] + 2 + widths[1])
+    colors = [("faint", slice(None)), *((color, second) for color in second_colors)]
     for number, line in enumerate(cells):
         shown = [shortened(cell, width).ljust(width) for cell, width in zip(line, widths, strict=True)]
         whole = shortened("  ".join(shown).rstrip(), total)
-        if number and last_color and len(whole) > widths[0] + 2 + widths[1]:
-            start, end = widths[0] + 2, widths[0] + 2 + widths[1]
-            whole = whole[:start] + painted(whole[start:end], last_color[number - 1]) + whole[end:]
-        elif not number:
-            whole = painted(whole, "faint")
-        print(whole)
+        print(_painted_part(whole, *colors[number]) if number < len(colors) else whole)
 
 
 def _drawn(rows: Sequence[Sequence[str | Curve]], total: int) -> list[list[str]]:
@@ -100,11 +132,11 @@ def _drawn(rows: Sequence[Sequence[str | Curve]], total: int) -> list[list[str]]
     columns = list(zip(*rows, strict=True))
     of_curves = [any(isinstance(cell, Curve) for cell in column) for column in columns]
     texts = [column for column, is_curve in zip(columns, of_curves, strict=True) if not is_curve]
-    left = total - sum(2 + max(len(printable(str(cell))) for cell in column) for column in texts) + 2
+    left = total - sum(2 + max(len(_plain(str(cell))) for cell in column) for column in texts) + 2
     width = left // sum(of_curves) - 2 if any(of_curves) else 0
     width = min(width, _MOST_CURVE) if width >= _LEAST_CURVE else 0
     drawn = [
-        [spark(cell.values, width, cell.beside) if isinstance(cell, Curve) else printable(cell) for cell in column]
+        [spark(cell.values, width, cell.beside) if isinstance(cell, Curve) else _plain(cell) for cell in column]
         for column in columns
     ]
     kept = [column for column, is_curve in zip(drawn, of_curves, strict=True) if not is_curve or any(column)]
