@@ -1,4 +1,4 @@
-"""The callbacks of phalanx, one file each. The module of a callback is imported on first access to its name."""
+"""The callbacks of phalanx. The module of a callback is imported on first access to its name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from .model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from .on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from .prediction_writer import BasePredictionWriter as BasePredictionWriter, PredictionWriter as PredictionWriter
-    from .progress import ProgressBar as ProgressBar
-    from .progress_variants import RichProgressBar as RichProgressBar, TQDMProgressBar as TQDMProgressBar
+    from .progress import (
+        ProgressBar as ProgressBar,
+        RichProgressBar as RichProgressBar,
+        TQDMProgressBar as TQDMProgressBar,
+    )
     from .stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from .summary import ModelSummary as ModelSummary, RichModelSummary as RichModelSummary
     from .throughput import ThroughputMonitor as ThroughputMonitor
@@ -38,8 +41,7 @@ _HOMES = {
     ".model_checkpoint": "ModelCheckpoint",
     ".on_exception_checkpoint": "OnExceptionCheckpoint",
     ".prediction_writer": "BasePredictionWriter PredictionWriter",
-    ".progress": "ProgressBar",
-    ".progress_variants": "RichProgressBar TQDMProgressBar",
+    ".progress": "ProgressBar RichProgressBar TQDMProgressBar",
     ".stochastic_weight_averaging": "StochasticWeightAveraging",
     ".summary": "ModelSummary RichModelSummary",
     ".throughput": "ThroughputMonitor",

@@ -1,25 +1,26 @@
-"""``ProgressBar``: displays progress as a live bar and a table of epochs, and as lines of text without a terminal."""
+"""``ProgressBar``: displays progress as a live bar and a table of epochs, and as lines of text without a terminal.
+
+``RichProgressBar`` and ``TQDMProgressBar`` take the arguments of Lightning's classes of these names.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..framework.api.callback import Callback, in_call_order
-from ..framework.core.absent_names import lacks
-from ..framework.core.errors import ConfigurationError
+from ..framework.core.absent_names import lacks, must_be_none
+from ..framework.core.errors import ConfigurationError, is_count
 from ..framework.profiling.meter import Interval
 from ..framework.system.console import is_notebook
 from ..framework.system.environment import moves_cursor, progress_choice
-from .absent import PROGRESS_BAR
+from .absent import PROGRESS_BAR, RICH_PROGRESS_BAR, TQDM_PROGRESS_BAR
 from .epoch_table import Best, EpochRow, EpochTable, shown_metrics
-from .progress_details import as_text, learning_rate
-from .progress_live import Live
-from .progress_notebook import Notebook
-from .progress_screens import UNKNOWN, Ending, Frame, Lines, Screen
+from .progress_screens import UNKNOWN, Ending, Frame, Lines, Live, Notebook, Screen
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 _NEVER = float("inf")
 # Reading a loss from a GPU waits for all work queued there. At this interval the cost is negligible.
 _DEVICE_SECONDS = 0.5
-# Seconds of training that a displayed speed covers at least.
-_SPEED_SECONDS = 1.0
+# Seconds of training that a displayed throughput covers at least.
+_THROUGHPUT_SECONDS = 1.0
 
 
 @lacks(PROGRESS_BAR)
@@ -72,9 +73,11 @@ class ProgressBar(Callback):
         self._screen: Screen = Lines(line_seconds)
         self._frames: list[Frame] = []
         self._next_look = _NEVER
-        self._speed: Interval | None = None
-        self._epoch_speed: Interval | None = None
-        self._speed_text: list[str] = []
+        self._skips_batches = False
+        """Whether a resumed epoch has begun whose first batches are skipped before the others are trained."""
+        self._throughput: Interval | None = None
+        self._epoch_throughput: Interval | None = None
+        self._throughput_text: list[str] = []
         self._table = EpochTable(Best())
         self._ending = Ending(0, UNKNOWN)
         self._epoch_began = 0.0
@@ -173,7 +176,7 @@ class ProgressBar(Callback):
         """Close the screen, and leave the objects of the run, which cannot be copied."""
         self._screen.close()
         self._screen = Lines(self._line_seconds)
-        self._speed = self._epoch_speed = None
+        self._throughput = self._epoch_throughput = None
 
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._table = EpochTable(_best_of(trainer))
@@ -183,27 +186,40 @@ class ProgressBar(Callback):
         last = trainer.max_epochs
         label = f"epoch {trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
         self._frames.clear()
-        self._speed, self._speed_text = Interval(trainer.run.meter, _SPEED_SECONDS), []
-        self._epoch_speed = Interval(trainer.run.meter)
+        self._throughput, self._throughput_text = Interval(trainer.run.meter, _THROUGHPUT_SECONDS), []
+        self._epoch_throughput = Interval(trainer.run.meter)
         self._epoch_began = time.monotonic()
-        self._begin(label, trainer.num_training_batches, trainer.progress.batch_in_epoch)
+        done = trainer.progress.batch_in_epoch
+        self._begin(label, trainer.num_training_batches, done)
+        self._skips_batches = done > 0
+        if self._skips_batches:
+            self._next_look = 0.0
 
     def on_train_batch_end(
         self, trainer: TrainerView, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if time.monotonic() >= self._next_look:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        if self._skips_batches:
+            # The batches that a resumed epoch skips are read after the start of the epoch: they are not training.
+            self._skips_batches = False
+            self._frames[-1].restart_clock(batch_idx + 1, now)
+            self._ending.restart_clock(trainer.global_step)
+            self._next_look = now + self._screen.seconds
+        else:
             self._draw(trainer, module, batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
         if not self._frames:
             return
         frame, now, progress = self._frames.pop(), time.monotonic(), trainer.progress
-        speed = None if self._epoch_speed is None else self._epoch_speed.take()
-        details = [*as_text(self.get_metrics(trainer, module)), *([str(speed)] if speed is not None else [])]
+        throughput = None if self._epoch_throughput is None else self._epoch_throughput.take()
+        details = _as_text(self.get_metrics(trainer, module)) + ([] if throughput is None else [str(throughput)])
         logged = trainer.run.metrics
         metrics = shown_metrics(logged.epoch_numbers(progress.global_batch - progress.batch_in_epoch))
         seconds = now - self._epoch_began
-        self._table.add(EpochRow(progress.epoch, progress.global_step, metrics, seconds, speed))
+        self._table.add(EpochRow(progress.epoch, progress.global_step, metrics, seconds, throughput))
         self._screen.end_epoch(frame.ended(progress.batch_in_epoch, details, now), self._table)
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
@@ -260,12 +276,12 @@ class ProgressBar(Callback):
         in_training = len(self._frames) == 1 and trainer.state.stage == "fit" and not trainer.sanity_checking
         details: list[str] = []
         if in_training:
-            speed = None if self._speed is None else self._speed.take()
-            self._speed_text = self._speed_text if speed is None else [str(speed)]
+            if (throughput := None if self._throughput is None else self._throughput.take()) is not None:
+                self._throughput_text = [str(throughput)]
             step = trainer.global_step
             details = [
-                *as_text(self.get_metrics(trainer, module)), f"step {step:,}", *learning_rate(trainer),
-                *self._speed_text, *self._ending.text(step),
+                *_as_text(self.get_metrics(trainer, module)), f"step {step:,}", *_learning_rate(trainer),
+                *self._throughput_text, *self._ending.text(step),
             ]  # fmt: skip
         self._screen.draw(frame, details)
         on_device = isinstance(loss, Tensor) and loss.device.type != "cpu"
@@ -280,11 +296,75 @@ class ProgressBar(Callback):
         if self._frames:
             # Exclude the duration of the validation from the training speed.
             self._frames[-1].shift(time.monotonic() - frame.began)
-            self._next_look = time.monotonic() + self._screen.seconds
+            self._next_look = 0.0 if self._skips_batches else time.monotonic() + self._screen.seconds
         else:
             self._next_look = _NEVER
             if trainer.state.stage != "fit":
                 self._screen.close()
+
+
+@lacks(RICH_PROGRESS_BAR)
+class RichProgressBar(ProgressBar):
+    """A ``ProgressBar`` that draws the live bar even if the output is not a terminal.
+
+    Args:
+        refresh_seconds: Time between two updates of the live bar, in seconds.
+        line_seconds: Minimum time between two lines of text within an epoch, in seconds.
+        refresh_rate: 0: display nothing. Other numbers have no effect, as updates follow the clock.
+        leave: Accepted for compatibility: a line with the metrics of each epoch always remains.
+        theme: Must be None; Lightning has the argument.
+        console_kwargs: Further arguments of rich's ``Console``, such as ``theme``.
+
+    Raises:
+        ConfigurationError: A time is not positive, the rate is negative, or a theme is given.
+    """
+
+    def __init__(
+        self,
+        refresh_seconds: float = 0.1,
+        line_seconds: float = 10.0,
+        *,
+        refresh_rate: int = 1,
+        leave: bool = True,
+        theme: None = None,
+        console_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        must_be_none("RichProgressBar(theme=...)", theme, "the bar has rich's colors; console_kwargs can set others")
+        super().__init__(refresh_seconds, line_seconds)
+        self.refresh_rate = _checked(self, refresh_rate)
+        self._shown = refresh_rate > 0
+        self.theme = theme
+        self._console_arguments = dict(console_kwargs or {})
+
+    def _make_screen(self) -> Screen:
+        return Live(self._refresh_seconds, force=True, console_arguments=self._console_arguments)
+
+
+@lacks(TQDM_PROGRESS_BAR)
+class TQDMProgressBar(ProgressBar):
+    """A ``ProgressBar`` with the arguments of Lightning's class of this name.
+
+    Args:
+        refresh_rate: 0: display nothing. Other numbers have no effect, as updates follow the clock.
+        process_position: Accepted for compatibility: only rank 0 displays progress.
+        leave: Accepted for compatibility: a line with the metrics of each epoch always remains.
+
+    Raises:
+        ConfigurationError: The rate is negative.
+    """
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__()
+        self.refresh_rate, self.process_position = _checked(self, refresh_rate), process_position
+        self._shown = refresh_rate > 0
+
+
+def _checked(bar: ProgressBar, refresh_rate: int) -> int:
+    if not is_count(refresh_rate, 0):
+        raise ConfigurationError(
+            f"{type(bar).__name__}(refresh_rate={refresh_rate!r}): give a whole number, 0 for no display."
+        )
+    return refresh_rate
 
 
 def _best_of(trainer: TrainerView) -> Best:
@@ -293,3 +373,18 @@ def _best_of(trainer: TrainerView) -> Best:
         if (ranked := callback.ranked_metric) is not None:
             return Best(*ranked)
     return Best()
+
+
+def _as_text(metrics: Mapping[str, Any]) -> list[str]:
+    """Return metrics as text. On a GPU, reading them waits for the device."""
+    return [
+        f"{name} {value}" if isinstance(value, str) else f"{name} {float(value):.4g}" for name, value in metrics.items()
+    ]
+
+
+def _learning_rate(trainer: TrainerView) -> list[str]:
+    """Return the learning rate of the first optimizer's newest update, unless reading it would wait for a device."""
+    optimizers: Sequence[Any] = trainer.optimizers
+    used = trainer.run.used_rates if trainer.run is not None else ()
+    rate = used[0] if used else optimizers[0].param_groups[0].get("lr") if optimizers else None
+    return [f"lr {rate:.3g}"] if isinstance(rate, float) and rate == rate else []

@@ -26,10 +26,7 @@ MODULES: dict[str, dict[str, str]] = {
     "callbacks.lr_monitor": {"callbacks.learning_rate": "LearningRateMonitor"},
     "callbacks.model_checkpoint": {"callbacks.model_checkpoint": "ModelCheckpoint"},
     "callbacks.prediction_writer": {"callbacks.prediction_writer": "BasePredictionWriter"},
-    "callbacks.progress": {
-        "callbacks.progress": "ProgressBar",
-        "callbacks.progress_variants": "RichProgressBar TQDMProgressBar",
-    },
+    "callbacks.progress": {"callbacks.progress": "ProgressBar RichProgressBar TQDMProgressBar"},
     "callbacks.timer": {"callbacks.timer": "Timer"},
     "core": {
         "framework.api.data_module": "LightningDataModule=DataModule",

@@ -6,12 +6,16 @@ import io
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from messages import refuses
 from small_fits import Tiny, loader, quiet_trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx.callbacks import LambdaCallback, ProgressBar, RichProgressBar
 from phalanx.framework.core.errors import ConfigurationError
@@ -45,19 +49,23 @@ def test_outside_a_terminal_there_is_one_line_for_each_epoch(
     assert "\x1b" not in output
 
 
-def test_within_long_epochs_lines_come_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    now = [0.0]
+class Clock:
+    """A clock that the test sets, in place of the module ``time``."""
 
-    class Clock:
-        @staticmethod
-        def monotonic() -> float:
-            return now[0]
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_within_long_epochs_lines_come_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
 
     def tick(*_: Any) -> None:
-        now[0] += 4.0
+        clock.now += 4.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phalanx.callbacks.progress.time", Clock)
+        patch.setattr("phalanx.callbacks.progress.time", clock)
         bar = ProgressBar()
         trainer_with(tmp_path, LambdaCallback(on_train_batch_start=tick), bar).fit(Tiny(), loader(32))
     lines = [line for line in progress_lines(capsys.readouterr().out) if line.startswith("epoch")][:3]
@@ -66,6 +74,33 @@ def test_within_long_epochs_lines_come_by_the_clock(tmp_path: Path, capsys: pyte
         "epoch 0/1: 6/8 batches, 0.25 it/s, 8.0 s left",
         "epoch 0/1: 8 batches in 0:32, 0.25 it/s",
     ]
+
+
+class SlowRows(IterableDataset[Any]):
+    """Eight rows, the reading of each of which takes four seconds of a clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for _ in range(8):
+            self.clock.now += 4.0
+            yield [torch.ones(4)]
+
+
+def test_the_speed_of_a_resumed_epoch_leaves_out_the_batches_that_it_skips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("phalanx.callbacks.progress.time", clock)
+    data = DataLoader(SlowRows(clock), batch_size=1)
+    interrupted = trainer_with(tmp_path, ProgressBar(), max_steps=4)
+    interrupted.fit(Tiny(), data)
+    interrupted.save_checkpoint(tmp_path / "middle.ckpt")
+    capsys.readouterr()
+    trainer_with(tmp_path, ProgressBar()).fit(Tiny(), data, ckpt_path=tmp_path / "middle.ckpt")
+    ends = [line for line in progress_lines(capsys.readouterr().out) if "8 batches in" in line]
+    assert [line.split(", ")[1] for line in ends] == ["0.25 it/s", "0.25 it/s"]
 
 
 def test_evaluation_is_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

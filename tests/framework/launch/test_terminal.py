@@ -190,8 +190,7 @@ def test_the_terminal_of_rank_0_follows_a_new_size(tmp_path: Path) -> None:
 
 # A live bar without a run, which needs no torch.
 WITH_BAR = """
-from phalanx.callbacks.progress_live import Live
-from phalanx.callbacks.progress_screens import Frame
+from phalanx.callbacks.progress_screens import Frame, Live
 
 bar, frame = Live(0.1), Frame("epoch 0", 10, 0.0, 0, 0.0, 0)
 bar.draw(frame, [])

@@ -12,14 +12,14 @@ from ranks import wait_until
 
 import phalanx
 from phalanx.callbacks.epoch_table import Best, EpochRow, EpochTable
-from phalanx.callbacks.progress_notebook import Notebook
+from phalanx.callbacks.progress_screens import Notebook
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
 PAGE = Path(phalanx.__file__).parent / "docs" / "notebooks.md"
 # Each batch updates the bar.
-OFTEN = "import phalanx.callbacks.progress_notebook as n; n._SECONDS = 0.0"
+OFTEN = "import phalanx.callbacks.progress_screens as s; s._NOTEBOOK_SECONDS = 0.0"
 NUMBER = "import os; os.getpid()"
 INTERRUPTED = """
 from phalanx import Callback
