@@ -30,7 +30,3 @@ class LambdaCallback(Callback):
             if not callable(function):
                 raise ConfigurationError(f"LambdaCallback({name}={function!r}): give a function.")
             setattr(self, name, function)
-        self._hooks = frozenset(hooks)
-
-    def wants(self, hook: str) -> bool:
-        return hook in self._hooks or super().wants(hook)
