@@ -110,7 +110,7 @@ class ModelCheckpoint(Callback):
     """The step of the newest save that has not failed; -1 before the first save and after a failed one."""
     _deferred: bool = False
     """Whether a save that came due waits for its metric: for the next validation, or the end of the epoch."""
-    _superseded: list[str]
+    _replaced: list[str]
     """Checkpoints that are deleted once the pending save is published. A run resumed from that save deletes those that
     a killed run has left."""
 
@@ -399,7 +399,7 @@ class ModelCheckpoint(Callback):
             "last_model_path": self.last_model_path,
             "monitor": self.monitor,
             "current_score": self._current,
-            "giving_way": list(self._superseded),
+            "replaced": list(self._replaced),
             "deferred": self._deferred,
         }
 
@@ -414,8 +414,10 @@ class ModelCheckpoint(Callback):
             moved = os.path.join(self.dirpath, os.path.relpath(path, before))
             return moved if os.path.exists(moved) else path
 
+        # Earlier versions have saved the list under this name.
+        state = {"replaced": state.get("giving_way", []), **state}
         moved = {**state, "best_k_models": {here(path): score for path, score in state["best_k_models"].items()}}
-        for name in ("newest_models", "kept_for_ever", "giving_way"):
+        for name in ("newest_models", "kept_for_ever", "replaced"):
             if name in state:
                 moved[name] = [here(path) for path in state[name]]
         moved.update({name: here(state[name]) for name in ("newest", "last_model_path")})
@@ -428,7 +430,7 @@ class ModelCheckpoint(Callback):
         self._kept.clear()
         self.last_model_path = self._newest = ""
         self._current = None
-        self._superseded = []
+        self._replaced = []
         self._has_run = self._deferred = False
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -436,7 +438,7 @@ class ModelCheckpoint(Callback):
         self._kept.load_state_dict(state)
         self._newest, self.last_model_path = state["newest"], state["last_model_path"]
         self._current = state["current_score"]
-        self._superseded = list(state.get("giving_way", []))
+        self._replaced = list(state["replaced"])
         self._deferred = bool(state.get("deferred", False))
 
     # ---- saves ------------------------------------------------------------------------------------------------------
@@ -450,7 +452,7 @@ class ModelCheckpoint(Callback):
             return
         # A checkpoint that the user resumes from by name stays: it may be the start of several runs.
         spared = {"", *targets, *self._kept.paths, self.last_model_path, trainer.named_checkpoint}
-        self._superseded = sorted(previous - spared)
+        self._replaced = sorted(previous - spared)
         self._saved_step = trainer.global_step
         request = SaveRequest(
             Path(targets[0]),
@@ -458,7 +460,7 @@ class ModelCheckpoint(Callback):
             self.asynchronous,
             also=Path(targets[1]) if len(targets) > 1 else None,
             failure_key=self.state_key,
-            prune=partial(self._prune, set(self._superseded)),
+            prune=partial(self._prune, set(self._replaced)),
             on_done=partial(self._finished, trainer, plan, before),
         )
         trainer.request_save(request)
@@ -521,9 +523,9 @@ class ModelCheckpoint(Callback):
         self._newest = "" if self._newest in missing else self._newest
         self.last_model_path = "" if self.last_model_path in missing else self.last_model_path
         if trainer.is_global_zero:
-            for text in self._remove(set(self._superseded) - self._kept.paths - {self.last_model_path}, delete_hidden):
+            for text in self._remove(set(self._replaced) - self._kept.paths - {self.last_model_path}, delete_hidden):
                 trainer.note(text)
-        self._superseded = []
+        self._replaced = []
 
     def _remove(self, paths: set[str], delete: Callable[[Path], None]) -> list[str]:
         """Delete checkpoints in ``dirpath``; return a sentence for each that could not be deleted.

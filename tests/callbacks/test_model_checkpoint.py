@@ -383,6 +383,14 @@ def test_nothing_outside_its_directory_is_deleted(tmp_path: Path) -> None:
     assert names(tmp_path / "first") == names(tmp_path / "second") == ["epoch=0-step=4.ckpt"]
 
 
+def test_replaced_checkpoints_of_a_state_of_an_earlier_version_are_known(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path)
+    state = saver.state_dict()
+    del state["replaced"]
+    saver.load_state_dict({**state, "giving_way": [str(tmp_path / "a.ckpt")]})
+    assert saver.state_dict()["replaced"] == [str(tmp_path / "a.ckpt")]
+
+
 def test_several_of_them_keep_their_states_apart(tmp_path: Path) -> None:
     savers = [ModelCheckpoint(tmp_path / "a", monitor="metric"), ModelCheckpoint(tmp_path / "b", every_n_train_steps=2)]
     trainer = quiet_trainer(tmp_path, savers, max_epochs=1)
