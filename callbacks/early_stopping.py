@@ -11,8 +11,8 @@ import torch
 from ..framework.api.callback import Callback
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, is_count
+from ..framework.core.foreign_names import MEMBERS
 from ..framework.metrics.monitor import doubtful_mode, given_mode, is_better, missing_metric
-from .absent import EARLY_STOPPING
 from .monitoring import acts_at_epoch_end
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class EarlyStoppingReason(Enum):
     NON_FINITE_METRIC = 4
 
 
-@lacks(EARLY_STOPPING)
+@lacks(MEMBERS["EarlyStopping"])
 class EarlyStopping(Callback):
     """Stop training when a metric has not improved for a number of checks.
 

@@ -22,12 +22,12 @@ from ..framework.checkpoint.save_request import SaveRequest
 from ..framework.checkpoint.whole_checkpoint import hide
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
+from ..framework.core.foreign_names import MEMBERS
 from ..framework.metrics.hparams_text import as_yaml
 from ..framework.metrics.logger import Logger
 from ..framework.metrics.monitor import doubtful_mode, given_mode, missing_metric
 from ..framework.system.atomic_directories import delete_hidden
 from ..framework.system.atomic_files import absolute
-from .absent import MODEL_CHECKPOINT
 from .checkpoint_plan import SavePlan, SaveSchedule
 from .last_step import LastStep
 from .monitoring import acts_at_epoch_end
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "{epoch}-{step}"
 
 
-@lacks(MODEL_CHECKPOINT)
+@lacks(MEMBERS["ModelCheckpoint"])
 class ModelCheckpoint(Callback):
     """Save checkpoints by epochs, steps or time; retain the best by a metric, the newest, and every nth permanently.
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from ..framework.api.callback import Callback, in_call_order
 from ..framework.core.absent_names import lacks, must_be_none
 from ..framework.core.errors import ConfigurationError, is_count
+from ..framework.core.foreign_names import MEMBERS
 from ..framework.profiling.meter import Interval
 from ..framework.system.console import is_notebook
 from ..framework.system.environment import moves_cursor, progress_choice
-from .absent import PROGRESS_BAR, RICH_PROGRESS_BAR, TQDM_PROGRESS_BAR
 from .epoch_table import Best, EpochRow, EpochTable, shown_metrics
 from .progress_screens import UNKNOWN, Ending, Frame, Lines, Live, Notebook, Screen
 
@@ -33,7 +33,7 @@ _DEVICE_SECONDS = 0.5
 _THROUGHPUT_SECONDS = 1.0
 
 
-@lacks(PROGRESS_BAR)
+@lacks(MEMBERS["ProgressBar"])
 class ProgressBar(Callback):
     """Display epoch, batches, speed, remaining time, loss, and the metrics logged with ``prog_bar=True``, on rank 0.
 
@@ -303,7 +303,7 @@ class ProgressBar(Callback):
                 self._screen.close()
 
 
-@lacks(RICH_PROGRESS_BAR)
+@lacks(MEMBERS["RichProgressBar"])
 class RichProgressBar(ProgressBar):
     """A ``ProgressBar`` that draws the live bar even if the output is not a terminal.
 
@@ -340,7 +340,7 @@ class RichProgressBar(ProgressBar):
         return Live(self._refresh_seconds, force=True, console_arguments=self._console_arguments)
 
 
-@lacks(TQDM_PROGRESS_BAR)
+@lacks(MEMBERS["TQDMProgressBar"])
 class TQDMProgressBar(ProgressBar):
     """A ``ProgressBar`` with the arguments of Lightning's class of this name.
 

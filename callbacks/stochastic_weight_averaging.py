@@ -10,9 +10,9 @@ import torch
 
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, is_count, unknown
+from ..framework.core.foreign_names import MEMBERS
 from ..framework.core.optimizer_config import set_learning_rate
 from ..framework.state.average_settings import AverageSettings
-from .absent import STOCHASTIC_WEIGHT_AVERAGING
 from .weight_averaging import Elementwise, WeightAveraging
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
 
 
-@lacks(STOCHASTIC_WEIGHT_AVERAGING)
+@lacks(MEMBERS["StochasticWeightAveraging"])
 class StochasticWeightAveraging(WeightAveraging):
     """Average the weights at the end of each epoch from a given one on, while the learning rate anneals to a constant.
 

@@ -13,9 +13,9 @@ from ..framework.api.callback import Callback
 from ..framework.core.absent_names import lacks
 from ..framework.core.arguments import check_names
 from ..framework.core.errors import ConfigurationError
+from ..framework.core.foreign_names import MEMBERS
 from ..framework.diagnostics.isolated_step import isolated
 from ..framework.system.console import folded, terminal_columns
-from .absent import MODEL_SUMMARY
 from .forward_trace import Forward, trace_forward
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _UNITS = ("", " K", " M", " B", " T")
 
 
-@lacks(MODEL_SUMMARY)
+@lacks(MEMBERS["ModelSummary"])
 class ModelSummary(Callback):
     """Print the modules of the model when a fit starts, on rank 0.
 

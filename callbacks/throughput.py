@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from ..framework.api.callback import Callback
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError
+from ..framework.core.foreign_names import MEMBERS
 from ..framework.profiling.meter import Interval
-from .absent import THROUGHPUT_MONITOR
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
 
 
-@lacks(THROUGHPUT_MONITOR)
+@lacks(MEMBERS["ThroughputMonitor"])
 class ThroughputMonitor(Callback):
     """Log the speed of the steps since the previous logged one, at the steps that ``log_every_n_steps`` logs.
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
-from types import MappingProxyType
 from typing import Any
 
 import libcst as cst
 
-from ...compat.accelerate import absent as accelerate_absent
 from ...framework.core.arguments import keywords_of, other_name, unknown_argument
 from ...framework.core.errors import ConfigurationError, UnknownNameError
+from ...framework.core.foreign_names import ARGUMENTS
 from ...framework.core.registry import PRECISIONS, STRATEGIES
 from ...framework.fabric.fabric import Fabric
 from ...framework.parallel.resources import device_type_of
-from ...framework.trainer.argument_hints import ELSEWHERE
 from ...framework.trainer.settings import TrainerSettings
 from ...framework.trainer.trainer import Trainer
 from .edits import SHARDED_PAGE, Outcome
@@ -57,7 +55,7 @@ def _check_call(source: Source, outcome: Outcome, call: cst.Call, path: str, cal
     framework = framework_of(path)
     assert framework is not None
     name = path.rpartition(".")[2]
-    known = _arguments_of(called, bool(_elsewhere(called, name)))
+    known = _arguments_of(called, name in ARGUMENTS)
     older = _older_arguments(source, call) if called is Trainer and not framework.is_phalanx else {}
     for argument in call.args:
         if argument.star:
@@ -72,7 +70,7 @@ def _check_call(source: Source, outcome: Outcome, call: cst.Call, path: str, cal
             keyword = argument.keyword.value
             if known is not None and keyword not in known:
                 value = literal(argument.value)
-                error = unknown_argument(name, keyword, value, known, _elsewhere(called, name))
+                error = unknown_argument(name, keyword, value, known)
                 outcome.leave(source.line(argument), str(error), framework.page)
             elif called in (Trainer, Fabric):
                 _check_value(source, outcome, argument, framework)
@@ -86,14 +84,6 @@ def _arguments_of(called: Any, refuses_others: bool = False) -> list[str] | None
         return None
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     return None if takes_any and not refuses_others else keywords_of(called)
-
-
-def _elsewhere(called: Any, name: str) -> Mapping[str, str]:
-    if called is Trainer:
-        return ELSEWHERE
-    if name == "Accelerator":
-        return accelerate_absent.ARGUMENTS
-    return accelerate_absent.FIELDS.get(name, MappingProxyType({}))
 
 
 # ---- arguments with other names --------------------------------------------------------------------------------------

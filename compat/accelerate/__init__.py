@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...framework.core.foreign_names import ACCELERATE
 from ...framework.core.lazy_exports import face
-from .absent import PACKAGE
 
 if TYPE_CHECKING:
     from ... import __version__ as __version__
@@ -57,4 +57,4 @@ _HOMES = {
     ".state": "PartialState",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES, PACKAGE)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES, ACCELERATE)

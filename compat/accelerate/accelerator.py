@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ...framework.core.absent_names import lacks, sentence_for
 from ...framework.core.arguments import check_names, names_arguments
 from ...framework.core.errors import ConfigurationError, did_you_mean
+from ...framework.core.foreign_names import MEMBERS
 from ...framework.fabric.fabric import Fabric
 from ...framework.fabric.module import engine_of
 from ...framework.fabric.verbs import verb
 from ...framework.parallel.strategy import Strategy
-from .absent import ARGUMENTS, MEMBERS
 from .arguments import by_class, default_devices, precision_of, strategy_of
 from .configuration import (
     AutocastKwargs,
@@ -43,7 +43,7 @@ def read(path: str) -> Any:
     return property(attrgetter(path), doc=f"The value of ``{path}``.")
 
 
-@lacks(MEMBERS)
+@lacks(MEMBERS["Accelerator"])
 class Accelerator:
     """Ranks, strategy and precision for hand-written loops, under Accelerate's names; see ``phalanx.Fabric``.
 
@@ -88,7 +88,7 @@ class Accelerator:
         **others: Any,
     ) -> None:
         known = [name for name in signature(Accelerator).parameters if name != "others"]
-        check_names("Accelerator", {k: v for k, v in others.items() if v is not None}, known, ARGUMENTS)
+        check_names("Accelerator", {k: v for k, v in others.items() if v is not None}, known)
         handlers = by_class(kwargs_handlers)
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None:
@@ -119,7 +119,7 @@ class Accelerator:
     def __getattr__(self, name: str) -> Any:
         if (sentence := sentence_for(Accelerator, name)) is not None:
             raise AttributeError(f"Accelerator has no {name}: {sentence}.")
-        names = [each for each in dir(self) if each not in MEMBERS]
+        names = [each for each in dir(self) if each not in MEMBERS["Accelerator"]]
         raise AttributeError(f"Accelerator has no {name}.{did_you_mean(name, names)}")
 
     # ---- the same as in Fabric --------------------------------------------------------------------------------------

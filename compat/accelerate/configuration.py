@@ -12,8 +12,8 @@ from typing import Any
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.profiler import ProfilerActivity, schedule
 
+from ...framework.core.arguments import names_fields
 from ...framework.core.errors import ConfigurationError, unknown
-from .absent import knows_arguments
 
 
 class DistributedType(str, Enum):
@@ -33,7 +33,7 @@ class DistributedType(str, Enum):
     MULTI_HPU = "MULTI_HPU"
 
 
-@knows_arguments
+@names_fields
 @dataclass
 class DataLoaderConfiguration:
     """The sharing of loaders between ranks.
@@ -55,7 +55,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
 
-@knows_arguments
+@names_fields
 @dataclass
 class ProjectConfiguration:
     """The directories of a run, and how many of its states are kept.
@@ -90,7 +90,7 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
-@knows_arguments
+@names_fields
 @dataclass
 class GradientAccumulationPlugin:
     """The number of micro-batches of an update.
@@ -116,7 +116,7 @@ class GradientAccumulationPlugin:
             )
 
 
-@knows_arguments
+@names_fields
 @dataclass
 class AutocastKwargs:
     """Whether the block of ``autocast`` computes in the precision's dtype, and whether casts are cached."""
@@ -135,7 +135,7 @@ class DDPCommunicationHookType(str, Enum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
-@knows_arguments
+@names_fields
 @dataclass
 class DistributedDataParallelKwargs:
     """Arguments of torch's ``DistributedDataParallel``, and the compression of gradients, for ``DDPStrategy``.
@@ -194,7 +194,7 @@ class DistributedDataParallelKwargs:
         return given
 
 
-@knows_arguments
+@names_fields
 @dataclass
 class GradScalerKwargs:
     """The loss scale of ``mixed_precision="fp16"``; with ``enabled=False`` losses are not scaled."""
@@ -206,7 +206,7 @@ class GradScalerKwargs:
     enabled: bool = True
 
 
-@knows_arguments
+@names_fields
 @dataclass
 class ProfileKwargs:
     """Arguments of ``torch.profiler.profile``.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ...framework.core.arguments import names_fields
 from ...framework.core.errors import ConfigurationError
-from .absent import knows_arguments
 
 
 class DynamoBackend(str, Enum):
@@ -21,7 +21,7 @@ class DynamoBackend(str, Enum):
     TVM = "TVM"
 
 
-@knows_arguments
+@names_fields
 @dataclass
 class TorchDynamoPlugin:
     """The options of ``torch.compile``.

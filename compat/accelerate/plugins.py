@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from ...framework.core.arguments import names_fields
 from ...framework.core.errors import ConfigurationError, unknown
 from ...framework.parallel.strategy import Strategy
 from ...strategies import DeepSpeedStrategy, FSDPStrategy
-from .absent import knows_arguments
 
 _SHARDING: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
@@ -22,7 +22,7 @@ _SHARDING: dict[str, dict[str, Any]] = {
 _PLACES = ("none", "cpu", "nvme")
 
 
-@knows_arguments
+@names_fields
 @dataclass
 class FullyShardedDataParallelPlugin:
     """The arguments of ``FSDPStrategy`` that Accelerate has.
@@ -66,7 +66,7 @@ class FullyShardedDataParallelPlugin:
         return FSDPStrategy(**{**arguments, **_SHARDING[sharding]})
 
 
-@knows_arguments
+@names_fields
 @dataclass
 class DeepSpeedPlugin:
     """The stage of ZeRO, and the places of its state.

@@ -6,7 +6,7 @@ from enum import Enum
 from importlib import import_module
 from typing import Any
 
-from .absent import sentence_for
+from ...framework.core.foreign_names import ACCELERATE_INTERNAL, ACCELERATE_UTILS
 from .availability import availability, is_availability
 from .configuration import (
     AutocastKwargs,
@@ -127,4 +127,4 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(".large_models", __package__), name)
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    raise ImportError(f"{__name__} has no {name}: {sentence_for(name)}", name=name)
+    raise ImportError(f"{__name__} has no {name}: {ACCELERATE_UTILS.get(name, ACCELERATE_INTERNAL)}", name=name)

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..core.absent_names import lacks
 from ..core.arguments import NoArguments, check_names, keywords_of
+from ..core.foreign_names import MEMBERS
 from ..core.hyperparameters import HyperparametersMixin
-from .absent_names import DATA_MODULE
 from .overriding import is_overridden
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .contracts import TrainerView
 
 
-@lacks(DATA_MODULE)
+@lacks(MEMBERS["DataModule"])
 class DataModule(HyperparametersMixin, NoArguments):
     """Base class of data modules; override the loaders and hooks that you need.
 

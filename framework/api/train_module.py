@@ -15,6 +15,7 @@ from ..checkpoint import open_checkpoint
 from ..core.absent_names import AbsentValue, lacks
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
+from ..core.foreign_names import MEMBERS
 from ..core.hyperparameters import HyperparametersMixin
 from ..core.optimizer_config import parameters_of
 from ..metrics.metric_log import MetricLog
@@ -25,7 +26,6 @@ from ..pretrained import given_at_once, load_alone
 from ..pretrained.request import PretrainedRequest, check_copies, forget_waiting, initialize_rest, requested
 from ..pretrained.transformers_models import empty_tensors
 from ..state import rebuild_module
-from .absent_names import MODULE
 from .outside_run import OutsideRun
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _LIVE = ("_own_run", "_whole", "_metric_log")
 _LOGS = ("log", "log_dict")
 
 
-@lacks(MODULE, AbsentValue)
+@lacks(MEMBERS["TrainModule"], AbsentValue)
 class TrainModule(HyperparametersMixin, nn.Module):
     """Base class of models with their training. Override ``training_step``, ``configure_optimizers`` and other hooks.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.arguments import advice_for, keywords_of
 from ..core.errors import ConfigurationError, UnknownArgumentError, UnknownNameError, did_you_mean
-from ..trainer.argument_hints import ELSEWHERE
+from ..core.foreign_names import ARGUMENTS
 from .class_paths import PLUGINS
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 _SECTIONS = {
-    **ELSEWHERE,
+    **ARGUMENTS["Trainer"],
     "ckpt_path": "it is not an argument of the Trainer: write it beside 'trainer'",
     "seed": "it is 'seed_everything', beside 'trainer'",
     "model": "it is a section of its own, beside 'trainer'",

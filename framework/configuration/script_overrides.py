@@ -9,8 +9,8 @@ from typing import Any
 
 from ..core.arguments import advice_for
 from ..core.errors import ConfigurationError, UnknownArgumentError
+from ..core.foreign_names import ARGUMENTS
 from ..core.registry import CALLBACKS, LOGGERS, PRECISIONS, STRATEGIES, Registry, as_list
-from ..trainer.argument_hints import ELSEWHERE
 from ..trainer.settings import TrainerSettings
 
 _PREFIX = "--trainer."
@@ -40,7 +40,9 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         if not option.startswith(_PREFIX):
             raise UnknownArgumentError(f"{option!r} is not an option for scripts{_advice(option, list(known))}")
         if name not in known:
-            raise UnknownArgumentError(f"{option!r} is not known{advice_for(name, known, ELSEWHERE, _PREFIX)}")
+            raise UnknownArgumentError(
+                f"{option!r} is not known{advice_for(name, known, ARGUMENTS['Trainer'], _PREFIX)}"
+            )
         if not separator:
             if not rest or rest[0].startswith("--"):
                 raise ConfigurationError(f"{option!r} needs a value: {option}=VALUE.")

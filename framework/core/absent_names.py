@@ -1,6 +1,6 @@
 """Names of other libraries that a class of phalanx lacks: their access or use says in one sentence what to use instead.
 
-A table of sentences by name stays beside its class. A name without a table entry keeps Python's own error.
+``foreign_names.py`` has the sentences. A name without one keeps Python's own error.
 """
 
 from __future__ import annotations

@@ -10,61 +10,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from functools import wraps
 from types import FrameType, MappingProxyType
-from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 from .errors import UnknownArgumentError, closest_or_known
+from .foreign_names import ARGUMENTS, SYNONYMS
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# Names of arguments in other frameworks or their older versions that are too different for a closest match, each with
-# the names that functions of phalanx may have for it.
-_OTHER_NAMES = {
-    "gpus": ("devices",),
-    "num_gpus": ("devices",),
-    "num_processes": ("devices",),
-    "nproc": ("devices",),
-    "tpu_cores": ("devices",),
-    "backend": ("strategy",),
-    "distributed_backend": ("strategy",),
-    "epochs": ("max_epochs",),
-    "num_epochs": ("max_epochs",),
-    "num_train_epochs": ("max_epochs",),
-    "accumulate_grad_batches": ("accumulate",),
-    "gradient_accumulation_steps": ("accumulate_grad_batches", "accumulate"),
-    "max_grad_norm": ("gradient_clip_val", "max_norm"),
-    "grad_clip": ("gradient_clip_val",),
-    "gradient_clip_val": ("max_norm",),
-    "fp16": ("precision",),
-    "bf16": ("precision",),
-    "mixed_precision": ("precision",),
-    "amp_backend": ("precision",),
-    "log_with": ("loggers", "logger"),
-    "checkpoint_callback": ("enable_checkpointing",),
-    "progress_bar_refresh_rate": ("enable_progress_bar",),
-    "weights_summary": ("enable_model_summary",),
-    "replace_sampler_ddp": ("use_distributed_sampler",),
-    "val_percent_check": ("limit_val_batches",),
-    "train_percent_check": ("limit_train_batches",),
-    "weights_save_path": ("default_root_dir",),
-    "output_dir": ("default_root_dir",),
-    "train_loader": ("train_dataloaders", "dataloaders"),
-    "val_loader": ("val_dataloaders", "dataloaders"),
-    "module": ("model",),
-    "resume_from_checkpoint": ("ckpt_path",),
-    "checkpoint": ("ckpt_path",),
-    "ckpt": ("ckpt_path",),
-    "period": ("every_n_epochs",),
-    "filepath": ("dirpath",),
-    "root_dir": ("save_dir", "default_root_dir"),
-    "find_unused": ("find_unused_parameters",),
-}
+C = TypeVar("C", bound=type[Any])
 
 
 def unknown_argument(
-    call: str, name: str, value: Any, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+    call: str, name: str, value: Any, known: Iterable[str], elsewhere: Mapping[str, str] | None = None
 ) -> UnknownArgumentError:
     """Build the error for an argument that does not exist.
 
@@ -73,8 +33,9 @@ def unknown_argument(
         name: the argument.
         value: its value, which the message shows if it is a plain one.
         known: the arguments that exist, the important ones first.
-        elsewhere: for names of other frameworks, what to do instead.
+        elsewhere: for names of other frameworks, what to do instead; None for those of ``foreign_names.ARGUMENTS``.
     """
+    elsewhere = ARGUMENTS.get(call, {}) if elsewhere is None else elsewhere
     shown = repr(value) if isinstance(value, (str, int, float, type(None), dict, list)) else "..."
     given = f"{call}({name}={shown}): there is no such argument"
     return UnknownArgumentError(given + advice_for(name, known, elsewhere))
@@ -97,11 +58,11 @@ def advice_for(
 def other_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known argument that has this name in another framework or an older version; its values may differ."""
     names = list(known)
-    return next((each for each in _OTHER_NAMES.get(name, ()) if each in names), None)
+    return next((each for each in SYNONYMS.get(name, ()) if each in names), None)
 
 
 def check_names(
-    call: str, given: Mapping[str, Any], known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+    call: str, given: Mapping[str, Any], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
 ) -> None:
     """Refuse keyword arguments that do not exist; ``unknown_argument`` has the parameters.
 
@@ -161,9 +122,45 @@ def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def names_fields(cls: C) -> C:
+    """Return a dataclass whose constructor raises ``UnknownArgumentError`` for an unknown field."""
+    setattr(cls, "__init__", names_arguments(cast("Callable[..., None]", vars(cls)["__init__"])))  # noqa: B010 (mypy)
+    return cls
+
+
 def outside(frame: FrameType | None) -> FrameType | None:
     """Return the frame; the one below it if it is that of ``names_arguments``, between a function and its caller."""
     return frame.f_back if frame is not None and frame.f_code is _CALL else frame
+
+
+def takes(settings: Callable[P, R]) -> Callable[[Callable[[Any, R], None]], Callable[Concatenate[Any, P], None]]:
+    """Return a decorator: the constructor accepts the fields of a dataclass as keyword arguments.
+
+    The signature and the list of arguments in the docstring are those of the dataclass.
+    """
+    declared = {each.name: each for each in fields(settings)}  # type: ignore[arg-type]
+
+    def decorate(constructor: Callable[[Any, R], None]) -> Callable[Concatenate[Any, P], None]:
+        owner = constructor.__qualname__.rpartition(".")[0]
+
+        @wraps(constructor)
+        def construct(self: Any, *positional: Any, **arguments: Any) -> None:
+            if positional:
+                raise TypeError(f"{construct.__qualname__} takes keyword arguments only, but got {positional[0]!r}.")
+            for name in arguments:
+                if name not in declared:
+                    raise unknown_argument(owner, name, arguments[name], declared)
+            constructor(self, settings(**arguments))  # type: ignore[call-arg]
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        # With types instead of their names, which a reader of the signature could not look up in this module.
+        parameters = [own, *inspect.signature(settings, eval_str=True).parameters.values()]
+        construct.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        lines = [f"    {name}: {each.metadata['documentation']}" for name, each in declared.items()]
+        construct.__doc__ = f"{constructor.__doc__}\n\nArgs:\n" + "\n".join(lines)
+        return cast("Callable[Concatenate[Any, P], None]", construct)
+
+    return decorate
 
 
 _CALL = names_arguments(lambda: None).__code__

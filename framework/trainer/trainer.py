@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..api.absent_names import TRAINER
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..checkpoint.save_request import SaveRequest
 from ..core.absent_names import lacks, must_be_none
-from ..core.arguments import names_arguments
+from ..core.arguments import names_arguments, takes
 from ..core.errors import ConfigurationError, is_count
+from ..core.foreign_names import MEMBERS
 from ..core.interception import current_interceptor
 from ..core.precision import LossScaler
 from ..core.registry import CALLBACKS
@@ -45,7 +45,6 @@ from . import (
     start_of_search,
     write_pretrained,
 )
-from .argument_hints import takes
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .copied_trainer import restore_copy, state_of_copy
 from .interception import requested_settings, settings_in_use
@@ -98,7 +97,7 @@ if TYPE_CHECKING:
 _DEFAULT_NAME = "phalanx_logs"
 
 
-@lacks(TRAINER)
+@lacks(MEMBERS["Trainer"])
 class Trainer(RankProperties):
     """Trains, validates, tests and predicts.
 

@@ -12,9 +12,8 @@ from models import Regressor, loader, silent_trainer
 
 import phalanx
 from phalanx import Callback, DataModule, Fabric, Trainer, TrainModule
-from phalanx.framework.api.absent_names import CHECKPOINT_KEYS, DATA_MODULE, MODULE, TRAINER
 from phalanx.framework.core.errors import ConfigurationError
-from phalanx.framework.parallel.strategy import LIGHTNING_NAMES
+from phalanx.framework.core.foreign_names import CHECKPOINT_KEYS, MEMBERS
 
 pl = pytest.importorskip("lightning.pytorch")
 lightning_fabric = pytest.importorskip("lightning.fabric")
@@ -28,11 +27,11 @@ def lightning_trainer() -> Any:
 def test_each_name_of_the_trainer() -> None:
     names = public(pl.Trainer, lightning_trainer())
     absent = missing(names, silent_trainer(devices=1))
-    assert set(absent) == set(TRAINER)
+    assert set(absent) == set(MEMBERS["Trainer"])
     assert absent["fit_loop"].startswith("Trainer has no 'fit_loop': there are no loop objects: ")
 
 
-@pytest.mark.parametrize("name", LIGHTNING_NAMES)
+@pytest.mark.parametrize("name", MEMBERS["Strategy"])
 def test_each_absent_name_of_a_strategy(name: str) -> None:
     with refuses(AttributeError, f"'{name}'"):
         getattr(silent_trainer(devices=1).strategy, name)
@@ -61,7 +60,7 @@ def test_a_misspelled_import_names_the_closest_name() -> None:
 
 def test_each_name_of_the_data_module() -> None:
     absent = missing(public(pl.LightningDataModule, pl.LightningDataModule()), DataModule())
-    assert set(absent) == set(DATA_MODULE)
+    assert set(absent) == set(MEMBERS["DataModule"])
     assert absent["name"] == "DataModule has no 'name': read type(datamodule).__name__."
 
 
@@ -73,7 +72,7 @@ def test_each_name_of_the_module() -> None:
     assert module.allow_zero_length_dataloader_with_multiple_devices
 
 
-@pytest.mark.parametrize("name", [name for name in MODULE if name.islower()])
+@pytest.mark.parametrize("name", [name for name in MEMBERS["TrainModule"] if name.islower()])
 def test_each_absent_method_of_the_module(name: str) -> None:
     with refuses(ConfigurationError, f"'{name}'"):
         getattr(TrainModule(), name)("model.file")
