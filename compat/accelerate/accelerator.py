@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import update_wrapper
 from inspect import signature
 from operator import attrgetter
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...framework.core.absent_names import lacks, sentence_for
-from ...framework.core.arguments import check_names, names_arguments
+from ...framework.core.arguments import check_names, is_from_call, names_arguments, refuse_unknown
 from ...framework.core.errors import ConfigurationError, did_you_mean
 from ...framework.core.foreign_names import MEMBERS
 from ...framework.fabric.fabric import Fabric
 from ...framework.fabric.module import engine_of
-from ...framework.fabric.verbs import verb
 from ...framework.parallel.strategy import Strategy
 from .arguments import by_class, default_devices, precision_of, strategy_of
 from .configuration import (
@@ -36,6 +36,24 @@ from .preparation import Preparation
 from .state import AcceleratorState, GradientState, on_local_process
 from .states import NumberedStates, write_object
 from .trackers import Trackers
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def verb(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a method that calls ``method`` of the attribute ``part``; signature and docstring are kept."""
+
+    def call(accelerator: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(getattr(accelerator, part), *args, **kwargs)
+        except TypeError as error:
+            if is_from_call(error):
+                refuse_unknown(f"{type(accelerator).__name__}.{method.__name__}", method, kwargs)
+            raise
+
+    update_wrapper(call, method)
+    return call
 
 
 def read(path: str) -> Any:

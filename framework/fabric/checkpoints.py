@@ -21,7 +21,7 @@ from ..parallel.parameter_names import renamed
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
 from . import compare, contents_of, is_stateful, parameter_names, read_weights, restore, snapshot_of
-from .collectives import Collectives
+from .collectives import Ranks
 from .contents import Contents, Filter
 from .loading import Fits, Saved
 from .module import engine_of, unwrap
@@ -35,7 +35,7 @@ _VALUES = "values"
 class Checkpoints:
     """Saves and loads the objects of a loop, one by one or all at once."""
 
-    def __init__(self, ranks: Collectives, prepared: Prepared, training: Training) -> None:
+    def __init__(self, ranks: Ranks, prepared: Prepared, training: Training) -> None:
         self._ranks = ranks
         self._prepared = prepared
         self._training = training
@@ -45,24 +45,8 @@ class Checkpoints:
         """Forget registered objects."""
         self._registered.clear()
 
-    def save(self, path: Location, state: Mapping[str, Any], filter: Filter | None = None) -> None:
-        """Save a dict as a checkpoint: atomic, checksummed, the same under every strategy. Collective.
-
-        Args:
-            path: the checkpoint's directory. An existing checkpoint is replaced.
-            state: modules, optimizers, anything with ``state_dict`` and ``load_state_dict`` (schedulers, loaders), and
-                plain values: numbers, strings, lists, dicts, tensors. The tensors of a single module are saved under
-                their own names, those of several are prefixed with the key.
-            filter: maps a key to a function of name and value that returns whether this part of the state is saved.
-
-        Raises:
-            ConfigurationError: a value cannot be saved.
-            NonFiniteError: a weight is NaN or infinite.
-            StorageError: the checkpoint cannot be written; in all cases an existing one is left as it was.
-        """
-        self._save(path, state, filter or {}, None)
-
-    def _save(self, path: Location, state: Mapping[str, Any], filter: Filter, rank_state: Any) -> None:
+    def save(self, path: Location, state: Mapping[str, Any], filter: Filter, rank_state: Any) -> None:
+        """Save a dict, with a state of this rank if it is not None; see ``Fabric.save``. Collective."""
         world, strategy = self._ranks.world, self._prepared.strategy
         contents = contents_of(state, strategy, self._prepared.engines)
         steps = self._prepared.updates
@@ -74,29 +58,13 @@ class Checkpoints:
     def load(
         self,
         path: Location,
-        state: dict[str, Any] | nn.Module | Optimizer | None = None,
-        strict: bool = True,
-        rename: Mapping[str, str] | None = None,
-        *,
-        weights_only: bool | None = None,
+        state: dict[str, Any] | nn.Module | Optimizer | None,
+        strict: bool,
+        renames: Mapping[str, str],
     ) -> dict[str, Any]:
-        """Load a checkpoint, also one of a Trainer, into objects and return the rest of its contents. Collective.
-
-        Args:
-            path: the checkpoint's directory.
-            state: modules, optimizers and other objects, which are restored in place, and plain values, which are
-                replaced in the dict; each from what was saved under its key. A single module or optimizer is restored
-                from the only one in the checkpoint. Without ``state`` all contents are returned.
-            strict: if False, matching tensors are loaded, and a warning lists the mismatches.
-            rename: maps the first parts of saved tensor names to the current ones: ``{"net": "body.net"}``.
-            weights_only: accepted for programs written for Lightning: nothing is ever unpickled.
-
-        Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or it does not match. Raised on all ranks, before
-                anything has changed; the message lists every mismatch.
-        """
+        """Load a checkpoint into objects and return the rest; see ``Fabric.load``. Collective."""
         world = self._ranks.world
-        checkpoint, renames = open_on_all_ranks(world, path), rename or {}
+        checkpoint = open_on_all_ranks(world, path)
         if state is None:
             return on_all_ranks(world, lambda: Saved.read(checkpoint, None, renames).remainder(()))
 
@@ -117,35 +85,22 @@ class Checkpoints:
 
     def _warn_not_loaded(self, path: Path, problems: list[str]) -> None:
         if problems and self._ranks.world.is_global_zero:
-            # The warning must show the user's line, which is above this method, the verb, and the Fabric's call of it.
-            warnings.warn(f"not loaded from {path}: {listed(problems)}.", stacklevel=4)
+            # The warning must show the user's line, which is above this method, its caller, the method of the Fabric
+            # and the function of ``names_arguments`` around that.
+            warnings.warn(f"not loaded from {path}: {listed(problems)}.", stacklevel=5)
 
     def load_raw(
         self,
         path: Location,
-        obj: nn.Module | Optimizer | None = None,
-        strict: bool = True,
-        rename: Mapping[str, str] | None = None,
-        *,
-        weights_only: bool | None = None,
+        obj: nn.Module | Optimizer | None,
+        strict: bool,
+        renames: Mapping[str, str],
     ) -> dict[str, Tensor]:
-        """Return the weights in a checkpoint or in safetensors files, by name. Collective if ``obj`` is given.
-
-        Args:
-            path: a checkpoint, a ``.safetensors`` file, or a directory that ``save_model`` or Hugging Face wrote.
-            obj: a module to load the weights into.
-            strict: as in ``load``.
-            rename: as in ``load``.
-            weights_only: as in ``load``.
-
-        Raises:
-            CheckpointError: there are no readable weights, or they do not match the module. Raised on all ranks if a
-                module is given.
-        """
+        """Return the weights in files by name; see ``Fabric.load_raw``. Collective if ``obj`` is given."""
 
         def read() -> dict[str, Tensor]:
             found = read_weights(Path(path))
-            return {new: found[old] for new, old in renamed(found, rename or {}).items()}
+            return {new: found[old] for new, old in renamed(found, renames).items()}
 
         if obj is None:
             return read()
@@ -169,12 +124,8 @@ class Checkpoints:
 
     # ---- all registered objects -----------------------------------------------------------------------------------
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Let ``save_state`` save further objects, in this order.
-
-        Raises:
-            ConfigurationError: an object has no ``state_dict`` and ``load_state_dict``.
-        """
+    def register(self, objects: Sequence[Any]) -> None:
+        """Let ``save_state`` save further objects; see ``Fabric.register_for_checkpointing``."""
         for value in objects:
             if not is_stateful(value):
                 raise ConfigurationError(
@@ -183,30 +134,17 @@ class Checkpoints:
                 )
         self._registered += objects
 
-    def save_state(self, output_dir: Location, without: Sequence[nn.Module] = ()) -> None:
-        """Save all objects that are set up or registered, and every rank's random generators. Collective.
-
-        Args:
-            output_dir: the checkpoint's directory.
-            without: modules whose weights are not saved.
-        """
+    def save_state(self, output_dir: Location, without: Sequence[nn.Module]) -> None:
+        """Save all objects and every rank's random generators; see ``Fabric.save_state``. Collective."""
         self.save_everything(output_dir, {}, without)
 
     def save_everything(self, path: Location, values: Mapping[str, Any], without: Sequence[nn.Module] = ()) -> None:
         """Save what ``save_state`` does, and plain values. Collective."""
         state = {**self._everything(without), **({_VALUES: dict(values)} if values else {})}
-        self._save(path, state, {}, {"random": capture()})
+        self.save(path, state, {}, {"random": capture()})
 
-    def load_state(self, input_dir: Location, without: Sequence[nn.Module] = ()) -> None:
-        """Load what ``save_state`` saved. The same objects must be set up and registered, in order. Collective.
-
-        Args:
-            input_dir: the checkpoint's directory.
-            without: modules whose weights are not loaded.
-
-        Raises:
-            CheckpointError: the checkpoint does not match. Raised before anything has changed.
-        """
+    def load_state(self, input_dir: Location, without: Sequence[nn.Module]) -> None:
+        """Load what ``save_state`` saved; see ``Fabric.load_state``. Collective."""
         self.load_everything(input_dir, {}, without)
 
     def load_everything(self, path: Location, values: dict[str, Any], without: Sequence[nn.Module] = ()) -> None:
@@ -217,7 +155,7 @@ class Checkpoints:
         """
         world = self._ranks.world
         self._check_registered(path)
-        values.update(self.load(path, self._everything(without)).get(_VALUES, {}))
+        values.update(self.load(path, self._everything(without), True, {}).get(_VALUES, {}))
         documents = open_on_all_ranks(world, path, verified=True).rank_documents
         # With another number of ranks there are no matching generators to continue with.
         if len(documents) == world.size and documents[world.rank] is not None:

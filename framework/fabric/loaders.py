@@ -1,10 +1,11 @@
-"""``FabricLoader``: a user's loader, sharded over ranks in even rounds, on the device, resumable."""
+"""``FabricLoader``: a user's loader, sharded over ranks in even rounds, on the device, resumable; and ``Reading``."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -26,7 +27,6 @@ from ..data.rounds import (
 from ..data.training_source import NO_BATCH, Position, TrainingSource
 from ..distributed.data_parallel import DataRanks, ceil_div
 from ..distributed.world import World
-from .reading import Reading
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,51 @@ class FabricLoader:
         if not {"epoch", "position"} <= set(state):
             raise CheckpointError(f"{self._name}: {state!r} is not the position of a loader.")
         self._passes.next_epoch, self._passes.next_position = int(state["epoch"]), state["position"]
+
+
+@dataclass
+class Reading:
+    """The loaders of a Fabric that are being iterated over, the innermost last."""
+
+    loaders: list[FabricLoader] = field(default_factory=list)
+    joined: bool = False
+
+    @property
+    def current(self) -> FabricLoader | None:
+        """The innermost loader, if any."""
+        return self.loaders[-1] if self.loaders else None
+
+    @property
+    def together(self) -> list[FabricLoader]:
+        """The innermost loader, and those whose batches are read along with its own, as by ``zip(first, second)``."""
+        if len(self.loaders) < 2:
+            return self.loaders
+        inner = self.loaders[-1]
+        return [*(one for one in self.loaders[:-1] if one.is_along and one.count == inner.count), inner]
+
+    @property
+    def end(self) -> bool:
+        """Whether one of them has yielded its last batch, so that the loop ends after this round."""
+        return any(one.end for one in self.together)
+
+    @property
+    def filler(self) -> bool:
+        """Whether one of them has no more data for this rank: on one process the loop would have ended before."""
+        return any(one.filler for one in self.together)
+
+    @property
+    def share(self) -> float:
+        """The weight of a loss of this round in the mean over ranks."""
+        return 0.0 if self.filler else max((one.share for one in self.together), default=1.0)
+
+    @contextmanager
+    def evened(self) -> Generator[None, None, None]:
+        """Make all loaders even inside, so that ranks without data continue with filler batches."""
+        before, self.joined = self.joined, True
+        try:
+            yield
+        finally:
+            self.joined = before
 
 
 class SkippedBatches:

@@ -11,11 +11,10 @@ from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
 from ..core.wording import a_type
 from ..parallel.strategy import Strategy
-from .loaders import FabricLoader
-from .module import engine_of
+from .loaders import FabricLoader, Reading
+from .module import engine_of, unwrap
 from .module_run import leave_fabric
 from .objects import Engine, FabricOptimizer, FabricScheduler
-from .reading import Reading
 
 Chosen = tuple[FabricOptimizer, list[Tensor]]
 """An optimizer, and some of the parameters that it updates."""
@@ -107,6 +106,14 @@ class Prepared:
                 f"{verb} was given {a_type(module)} that is not set up; call setup with it and use what that returns."
             )
         return engine
+
+    def holder_of(self, model: nn.Module) -> tuple[nn.Module, nn.Module, Strategy]:
+        """Return the module that was set up and contains ``model``, ``model`` without its wrapper, and the strategy."""
+        part = unwrap(model)
+        for engine in self.engines:
+            if any(each is part for each in engine.module.modules()):
+                return engine.module, part, engine.strategy
+        return part, part, self.strategy
 
     def engine_for_backward(self, model: nn.Module | None) -> Engine | None:
         """Return the engine that a loss belongs to, None if it may be of several."""

@@ -1,4 +1,4 @@
-"""``Reporting``: the part of a Fabric that calls callbacks, writes to loggers and profiles."""
+"""``Reporting``: the callbacks and loggers of a Fabric, and the threads that write to the loggers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import atexit
 import inspect
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS, LOGGERS, Registry, as_list
 from ..metrics.logger import Logger
 from ..metrics.logger_fanout import LoggerFanout
@@ -40,34 +36,8 @@ class Reporting:
         self._fanout: LoggerFanout | None = None
         self._written_to: list[Logger] = []
 
-    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a hook of all callbacks that have it, in order, with those keyword arguments that each one accepts."""
-        for callback in self.callbacks:
-            hook = getattr(callback, hook_name, None)
-            if callable(hook):
-                hook(*args, **_accepted(hook, kwargs))
-
-    @property
-    def logger(self) -> Logger:
-        """The first logger.
-
-        Raises:
-            ConfigurationError: there is none.
-        """
-        if not self.loggers:
-            raise ConfigurationError("this Fabric has no logger: pass loggers=... to it.")
-        return self.loggers[0]
-
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Send a metric to all loggers, from rank 0."""
-        self.log_dict({name: value}, step)
-
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send metrics to all loggers, from rank 0. ``step`` defaults to the number of updates so far.
-
-        Loggers write in threads of their own. One that fails or hangs does not disturb the loop; the failure is
-        printed.
-        """
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        """Send metrics to all loggers, from rank 0; see ``Fabric.log_dict``."""
         if self._resources.place.rank != 0 or not self.loggers:
             return
         if step is None:
@@ -98,24 +68,6 @@ class Reporting:
             atexit.register(self._at_exit)
         return self._fanout
 
-    @contextmanager
-    def profile(
-        self, /, trace_dir: str | Path | None = None, trace_name: str = "rank", **options: Any
-    ) -> Generator[Any, None, None]:
-        """Profile a block with ``torch.profiler.profile(**options)``.
-
-        Args:
-            trace_dir: a directory in which each rank writes its trace as ``<trace_name>_<n>.json``.
-            trace_name: the first part of the names of these files.
-            options: those of ``torch.profiler.profile``.
-        """
-        with torch.profiler.profile(**options) as profiler:
-            yield profiler
-        if trace_dir is not None:
-            directory = Path(trace_dir)
-            directory.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(directory / f"{trace_name}_{self._resources.place.rank}.json"))
-
 
 def _print(sentence: str) -> None:
     sys.stderr.write(f"{sentence}\n")
@@ -132,7 +84,8 @@ def _resolved(given: Any, registry: Registry) -> list[Any]:
     return [registry.load(one)() if isinstance(one, str) else one for one in as_list(given)]
 
 
-def _accepted(hook: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def accepted(hook: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a hook accepts."""
     parameters = inspect.signature(hook).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return arguments

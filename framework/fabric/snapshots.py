@@ -17,7 +17,7 @@ from ..launch.restart_policy import memory_of
 from ..system.environment import error_dir
 from ..watchdog.heartbeat import OUTSIDE, SECTIONS, Heartbeat, resolve_stall_timeout
 from .checkpoints import Checkpoints
-from .collectives import Collectives
+from .collectives import Ranks
 from .prepared import Prepared
 
 _FOLDER = "fabric"
@@ -26,7 +26,7 @@ _FOLDER = "fabric"
 class Snapshots:
     """Takes snapshots of all objects of a loop, and restores the newest one in restarted ranks."""
 
-    def __init__(self, ranks: Collectives, prepared: Prepared, checkpoints: Checkpoints) -> None:
+    def __init__(self, ranks: Ranks, prepared: Prepared, checkpoints: Checkpoints) -> None:
         self._ranks, self._prepared, self._checkpoints = ranks, prepared, checkpoints
         self._is_open = False
         self._folder: Path | None = None
@@ -35,26 +35,12 @@ class Snapshots:
         self._seconds = 0.0
         self._heartbeat = Heartbeat()
 
-    def load_snapshot(self, values: dict[str, Any] | None = None) -> bool:
-        """Restore the newest snapshot that an earlier attempt of this launch has taken, if there is one. Collective.
-
-        Call it once everything is set up and registered, before the loop. Modules, optimizers, schedulers, loaders,
-        registered objects and the random generators of each rank are restored, as by ``load_state``.
-
-        Args:
-            values: is updated with the values that were given to ``snapshot``.
-
-        Returns:
-            Whether there was one: False in the first attempt, and without ``Fabric(max_restarts=...)``.
-
-        Raises:
-            ConfigurationError: ``values`` is not a dict.
-            CheckpointError: the snapshot does not match what is set up. Raised before anything has changed.
-        """
+    def load(self, values: dict[str, Any] | None) -> bool:
+        """Restore the newest snapshot of an earlier attempt; see ``Fabric.load_snapshot``. Collective."""
         _check_values("load_snapshot", values)
         self._open()
         folder, world = self._folder, self._ranks.world
-        found = None if folder is None else on_rank_zero(world, lambda: newest_good([folder], self._ranks.print))
+        found = None if folder is None else on_rank_zero(world, lambda: newest_good([folder], _say))
         if found is None:
             return False
         self._slots = None if folder is None else Slots(folder, found)
@@ -62,29 +48,8 @@ class Snapshots:
         self._mark()
         return True
 
-    def snapshot(self, values: Mapping[str, Any] | None = None, every: int | str = AUTO) -> bool:
-        """Take a snapshot if one is due after this optimizer step. Collective.
-
-        Call it at the end of each iteration of the loop. It does nothing after iterations without an update, and
-        without ``Fabric(max_restarts=...)``. Restarted ranks continue from the newest one: see ``load_snapshot``.
-
-        Args:
-            values: plain values to restore, such as the number of the epoch and of the step.
-            every: the number of updates between two snapshots, or ``"auto"`` for at most 2 % of the time.
-
-        Returns:
-            Whether it took one.
-
-        Raises:
-            ConfigurationError: ``values`` is not a dict, or ``every`` is not an interval.
-
-        Example:
-            >>> place = {"step": 0}
-            >>> fabric.load_snapshot(place)
-            >>> for step in range(place["step"], 1000):
-            ...     train(step)
-            ...     fabric.snapshot({"step": step + 1})
-        """
+    def take(self, values: Mapping[str, Any] | None, every: int | str) -> bool:
+        """Take a snapshot if one is due; see ``Fabric.snapshot``. Collective."""
         began, step = time.perf_counter(), self._prepared.updates
         if self._interval is None:
             _check_values("snapshot", values)
@@ -104,7 +69,8 @@ class Snapshots:
             self._checkpoints.save_everything(path, values or {})
         except StorageError as error:
             interval.stop()
-            self._ranks.print(f"phalanx: No more snapshots are taken, and restarts begin from the last one: {error}")
+            if world.is_global_zero:
+                _say(f"No more snapshots are taken, and restarts begin from the last one: {error}")
             return False
         self._seconds = time.perf_counter() - began
         interval.end(step)
@@ -133,6 +99,10 @@ class Snapshots:
     def _mark(self) -> None:
         """Record the progress of this rank: ranks that fail twice at one step are not restarted."""
         self._heartbeat.set_position(self._prepared.updates, -1, -1)
+
+
+def _say(text: str) -> None:
+    print(f"phalanx: {text}", flush=True)
 
 
 def _check_values(method: str, values: object) -> None:

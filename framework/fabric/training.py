@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..core.accumulation import AccumulationSchedule
-from ..core.errors import ConfigurationError, NonFiniteError
-from ..core.optimizer_config import parameters_of
-from ..core.precision import Precision
+from ..core.errors import NonFiniteError
 from ..parallel.gradient_operations import GradientOperations
 from ..window.passes import weighted
-from .collectives import Collectives
+from .collectives import Ranks
 from .gradient_window import GradientWindow, check_weight
 from .objects import Engine
 from .prepared import Chosen, Prepared
@@ -31,14 +28,11 @@ class Training:
         parts: The number of ranks that share a sequence.
     """
 
-    def __init__(
-        self, ranks: Collectives, prepared: Prepared, precision: Precision, accumulation: AccumulationSchedule
-    ) -> None:
+    def __init__(self, ranks: Ranks, prepared: Prepared, accumulation: AccumulationSchedule) -> None:
         self._prepared = prepared
         self._scaler = prepared.scaler
         self.windows: dict[tuple[int, ...], GradientWindow] = {}
         self._ranks = ranks
-        self._precision = precision
         self._accumulation = accumulation
         self.parts = ranks.resources.layout.cp
         self._window: GradientWindow | None = None
@@ -54,24 +48,10 @@ class Training:
         for window in self.windows.values():
             window.set_schedule(accumulation)
 
-    # `self` is positional-only in methods with arbitrary keywords, which may include one named `self`.
     def backward(
-        self, /, loss: Tensor, model: nn.Module | None = None, weight: float | Tensor | None = None, **options: Any
+        self, loss: Tensor, model: nn.Module | None, weight: float | Tensor | None, options: Mapping[str, Any]
     ) -> None:
-        """Compute gradients. Never steps an optimizer.
-
-        Collective. Only inside ``accumulate`` and under ``ddp`` a rank without a loss may leave the call out: its
-        ``step`` joins the reduction.
-
-        Args:
-            loss: a scalar tensor.
-            model: the set-up module of the loss; needed only by strategies that hold one loss scale for each module.
-            weight: the number of items that the micro-batch's mean loss is over, such as non-padding tokens. The update
-                is then that of the mean over all items of the window and of all ranks. Pass it on all ranks or on none.
-                By default all micro-batches weigh the same. Where ranks share sequences (``cp``) it is required: the
-                number of targets in this rank's part.
-            options: those of ``Tensor.backward``, such as ``retain_graph``.
-        """
+        """Compute gradients; ``Fabric.backward`` has the arguments."""
         prepared = self._prepared
         check_single_pass(prepared.strategy, self._window, "backward")
         if self.parts > 1:
@@ -102,15 +82,8 @@ class Training:
         return own / mean if mean else 0.0
 
     @contextmanager
-    def accumulate(self, *models: nn.Module) -> Generator[None, None, None]:
-        """Mark a micro-batch. Inside, optimizers and schedulers act only at the end of a window of micro-batches.
-
-        The window has as many micro-batches as ``Fabric(accumulate=...)`` says, fewer at the end of the loader. Its
-        update is that of the weighted mean over all its micro-batches, of all ranks.
-
-        Args:
-            models: the modules that take part, by default all that are set up. Each set of models has its own windows.
-        """
+    def accumulate(self, models: Sequence[nn.Module]) -> Generator[None, None, None]:
+        """Mark a micro-batch; see ``Fabric.accumulate``."""
         prepared = self._prepared
         check_single_pass(prepared.strategy, self._window, "accumulate")
         engines, window = self.together(models, "accumulate")
@@ -173,87 +146,19 @@ class Training:
         """The last window that was entered."""
         return self._window
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the precision's forward context, for computations outside a set-up module."""
-        return self.forward_context() or nullcontext()
-
-    def forward_context(self) -> AbstractContextManager[Any] | None:
-        """Return the precision's context for forward passes on this rank's device, or None if they need none."""
-        return self._precision.forward_context(self._ranks.world.device.type)
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Do not reduce gradients over ranks in the passes inside, not at the end of a window of ``accumulate`` either.
-
-        Meant for loops that accumulate without ``accumulate``.
-        """
-        engine = self._prepared.engine_for(module, "no_backward_sync")
-        check_single_pass(engine.strategy, self._window, "no_backward_sync")
-        return engine.without_sync() if enabled else nullcontext()
-
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
-    def full_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the full gradient of a parameter, averaged over ranks; None if no loss depends on it. Collective.
-
-        Call it between the backward that ends a window and the update, with a parameter as the module holds it now.
-
-        Raises:
-            ConfigurationError: the parameter belongs to no module that is set up.
-        """
-        if not self._prepared.engines:
-            # In the Fabric of a Trainer the strategy itself holds the single module.
-            return self._prepared.strategy.gradients.full(parameter)
-        for engine in self._prepared.engines:
-            if engine.owns(parameter):
-                return engine.strategy.gradients.full(parameter)
-        raise ConfigurationError(
-            f"full_gradient was given a tensor of shape {tuple(parameter.shape)} that is not a parameter of a module "
-            "that is set up: take it from module.parameters() after setup, not before."
-        )
-
-    def clip_gradients(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        clip_val: float | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor | None:
-        """Clip gradients by norm or by value. Collective.
-
-        Inside ``accumulate`` it acts at the end of a window only. With a loss scale a norm that is not finite is not an
-        error: the update is skipped.
-
-        Args:
-            module: the module that is set up.
-            optimizer: the optimizer whose gradients are clipped.
-            clip_val: clamp gradients to ``[-clip_val, clip_val]``.
-            max_norm: scale gradients down to this norm.
-            norm_type: the order of the norm.
-            error_if_nonfinite: raise if the norm is not finite.
-
-        Returns:
-            The norm before clipping, a 0-d tensor; None when clipping by value, or where the window does not end.
-
-        Raises:
-            ConfigurationError: not exactly one of ``clip_val`` and ``max_norm`` is given.
-            NonFiniteError: the norm is not finite and ``error_if_nonfinite`` is true.
-        """
-        if (clip_val is None) == (max_norm is None):
-            raise ConfigurationError(
-                f"clip_gradients was given clip_val={clip_val!r} and max_norm={max_norm!r}: give exactly one of them."
-            )
-        self._prepared.engine_for(module, "clip_gradients")
-        mine = [one for one in self._prepared.optimizers if any(optimizer is each for each in (one, one.optimizer))]
-        if not mine:
-            raise ConfigurationError("clip_gradients was given an optimizer that is not set up; call setup with it.")
-        chosen = [(mine[0], parameters_of(mine[0].optimizer))]
-        return self._clip(chosen, clip_val, max_norm or 0.0, norm_type, error_if_nonfinite)
-
-    def _clip(
+    def clip(
         self, chosen: Sequence[Chosen], value: float | None, max_norm: float, norm_type: float, strict: bool
     ) -> Tensor | None:
+        """Clip the chosen gradients where a window ends: by ``value``, or by their joint norm. Collective.
+
+        Returns:
+            The norm before clipping, a 0-d tensor; None when clipping by value, or where no window ends.
+
+        Raises:
+            NonFiniteError: the norm is not finite, and ``strict`` is true.
+        """
         due = [(one, parameters) for one, parameters in chosen if not one.waits]
         if not due:
             return None
@@ -278,39 +183,6 @@ class Training:
         for gradients, parameters in parts if finite else ():
             gradients.clip_by_norm(parameters, max_norm, norm)
         return norm
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Clip the gradients of these parameters by their joint norm. Collective.
-
-        Args:
-            parameters: parameters of modules that are set up, of one optimizer or of several; or such a module.
-            max_norm: the norm that they are scaled down to.
-            norm_type: the order of the norm.
-
-        Returns:
-            The norm before clipping, a 0-d tensor; None where the window does not end.
-
-        Raises:
-            ConfigurationError: a parameter has a gradient, and no optimizer that is set up updates it.
-        """
-        return self._clip(self._prepared.chosen_by(parameters), None, max_norm, norm_type, False)
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp the gradients of these parameters, or of a module's, to ``[-clip_value, clip_value]``. Collective."""
-        self._clip(self._prepared.chosen_by(parameters), clip_value, 0.0, 2.0, False)
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the loss scale and the window's weight, as the update does. Collective.
-
-        Args:
-            optimizer: an optimizer or a list of them; by default all that are set up.
-        """
-        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for one in self._prepared.optimizers:
-            wanted = optimizer is None or any(each is one or each is one.optimizer for each in given)
-            if wanted and not one.waits:
-                one.prepare()
-                one.engine.updater.unscale(one.optimizer)
 
 
 def _unscaled(due: Sequence[Chosen]) -> list[tuple[GradientOperations, list[Tensor]]]:

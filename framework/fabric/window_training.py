@@ -19,7 +19,7 @@ from ..core.wording import counted
 from ..parallel.fresh_batches import fresh
 from ..parallel.sync_batch_norm import is_collective
 from ..window.passes import Passes, ZeroFiller
-from .collectives import Collectives
+from .collectives import Ranks, broadcast
 from .gradient_window import GradientWindow
 from .objects import Engine
 from .prepared import Prepared
@@ -32,24 +32,13 @@ Step = Callable[[Any], Any]
 class WindowTraining:
     """Runs the forward and backward passes of whole accumulation windows."""
 
-    def __init__(self, ranks: Collectives, prepared: Prepared, training: Training) -> None:
+    def __init__(self, ranks: Ranks, prepared: Prepared, training: Training) -> None:
         self._ranks = ranks
         self._prepared = prepared
         self._training = training
 
-    def windows(self, loader: Iterable[Any], size: int | None = None) -> Generator[list[Any], None, None]:
-        """Yield the micro-batches of a loader in lists, one for each accumulation window.
-
-        The last list has fewer if the number of batches is not divisible. Filler batches, which a loader that is set up
-        yields to ranks without data, are left out, so a list may be shorter than those of other ranks, or empty.
-
-        Args:
-            loader: a loader that is set up, or any iterable of batches.
-            size: the number of micro-batches in a window; None for that of ``Fabric(accumulate=...)``.
-
-        Raises:
-            ConfigurationError: ``size`` is not a whole number of at least 1.
-        """
+    def windows(self, loader: Iterable[Any], size: int | None) -> Generator[list[Any], None, None]:
+        """Yield the micro-batches of a loader in lists; see ``Fabric.windows``."""
         if size is not None and not is_count(size, 1):
             raise ConfigurationError(
                 f"windows(size={size!r}): the number of micro-batches in a window is a whole number of at least 1."
@@ -76,38 +65,10 @@ class WindowTraining:
         self,
         step: Step,
         micro_batches: Iterable[Any],
-        weights: Iterable[float | Tensor] | None = None,
-        model: nn.Module | None = None,
+        weights: Iterable[float | Tensor] | None,
+        model: nn.Module | None,
     ) -> Tensor:
-        """Compute the gradients of an accumulation window, under every strategy. Never steps an optimizer.
-
-        They are those of the mean loss over all micro-batches of the window and of all ranks, weighted by ``weights``,
-        and are added to gradients that exist. They are reduced over ranks once. Collective.
-
-        - Ranks may have different numbers of micro-batches, or none. Where passes contain collectives, ranks with fewer
-          of them run further passes with the weight 0, for which the step is given a batch again.
-        - Ranks that read the same data, such as those of a pipeline, are given the same micro-batches and weights, as
-          loaders that are set up do.
-        - Under a pipeline ``step`` runs several times for a micro-batch, on each rank up to the last block that the
-          rank holds. It should have no effect other than its result.
-
-        Args:
-            step: ``step(micro_batch)`` calls the set-up module and returns the loss, a scalar tensor that is a mean
-                over items, or a dict with the key ``"loss"``. It does not call ``backward``.
-            micro_batches: those of this rank, on its device.
-            weights: for each micro-batch the number of items that its loss is the mean over, such as non-padding
-                tokens. Pass them on all ranks or on none. By default all micro-batches weigh the same. Where ranks
-                share sequences (``cp``) they are required: the numbers of targets in this rank's part.
-            model: the set-up module that is trained, if several are set up.
-
-        Returns:
-            The losses without graph, float32 [micro_batches], on every rank.
-
-        Raises:
-            ConfigurationError: a weight is invalid or missing, or a window of ``accumulate`` has not ended.
-            LoopError: the step does not return a loss, or calls the module in a way that the strategy cannot run.
-            DesyncError: on all ranks; ranks that read the same data have different numbers of micro-batches.
-        """
+        """Compute the gradients of a window; ``Fabric.forward_backward`` has the arguments. Collective."""
         prepared, training = self._prepared, self._training
         if training.current is not None and training.current.inside:
             raise ConfigurationError(
@@ -187,7 +148,7 @@ class WindowTraining:
         spare = batches[-1:]
         if 0 in counts:
             source = next(rank for rank, count in enumerate(counts) if count)
-            sent = self._ranks.broadcast(spare[0] if self._ranks.world.rank == source else None, source)
+            sent = broadcast(self._ranks.world, spare[0] if self._ranks.world.rank == source else None, source)
             spare = spare or [sent]
         return batches + spare * (max(counts) - own)
 

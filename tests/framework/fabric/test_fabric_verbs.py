@@ -1,4 +1,4 @@
-"""The verbs of a Fabric: methods of its parts, under their own names and Accelerate's, all of them documented."""
+"""The methods of a Fabric, under their own names and Accelerate's: all of them are in its file, and documented."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+from messages import refuses
+
 import phalanx
 from phalanx import Fabric
-from phalanx.framework.fabric.checkpoints import Checkpoints
-from phalanx.framework.fabric.collectives import Collectives
-from phalanx.framework.fabric.training import Training
-from phalanx.framework.fabric.verbs import ABSENT
+from phalanx.errors import UnknownArgumentError
+from phalanx.framework.fabric.fabric import ABSENT
 
 PAGE = Path(phalanx.__file__).parent / "docs" / "fabric.md"
 # Attributes that the Trainer uses, and use_strategy, which replaces the strategy before a fit.
@@ -33,16 +34,22 @@ def test_every_public_name_is_documented_and_every_documented_name_exists() -> N
     assert public - INTERNAL == documented()
 
 
-def test_a_verb_has_the_signature_and_the_docstring_of_the_method_of_its_part() -> None:
-    for verb, method in (
-        (Fabric.all_gather, Collectives.all_gather),
-        (Fabric.backward, Training.backward),
-        (Fabric.save, Checkpoints.save),
-    ):
-        assert inspect.signature(verb) == inspect.signature(method)
-        assert inspect.getdoc(verb) == inspect.getdoc(method)
+def test_every_method_is_written_in_the_file_of_the_class_with_its_signature() -> None:
+    methods = {name: value for name, value in vars(Fabric).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert len(methods) > 50
+    for name, method in methods.items():
+        assert inspect.unwrap(method).__code__.co_filename.endswith("fabric/fabric.py"), name
     fabric = Fabric(accelerator="cpu", devices=1)
     assert list(inspect.signature(fabric.save).parameters) == ["path", "state", "filter"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "meant"),
+    [("all_gather", "sync_grad", "sync_grads"), ("init_module", "empty", "empty_init"), ("save", "filters", "filter")],
+)
+def test_an_unknown_argument_gets_the_closest_one(name: str, wrong: str, meant: str) -> None:
+    with refuses(UnknownArgumentError, f"Fabric.{name}({wrong}=1)", meant):
+        getattr(Fabric(accelerator="cpu", devices=1), name)(**{wrong: 1})
 
 
 def test_every_public_member_has_a_docstring() -> None:
