@@ -4,7 +4,8 @@ A target is written ``"module:attribute"``. Its module is imported when the name
 here costs no import. Built-in targets begin with a dot and are relative to the package.
 
 Third-party packages add names through entry points of the groups ``phalanx.strategies``, ``phalanx.precisions``,
-``phalanx.loggers`` and ``phalanx.callbacks``. A package cannot replace a built-in name.
+``phalanx.loggers`` and ``phalanx.callbacks``. A package cannot replace a built-in name. An alias that is the name of an
+entry point, too, is refused when it is used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Any
 
 from .errors import ConfigurationError, UnknownNameError, unknown
@@ -48,10 +50,21 @@ class Registry:
         self._table = table
         self._aliases = aliases or {}
         self._instead = instead or {}
+        self._entry_points: dict[str, str] | None = None
 
     def __iter__(self) -> Iterator[str]:
         yield from self._table
         yield from (point.name for point in entry_points(group=self.group) if point.name not in self._table)
+
+    @property
+    def built_in(self) -> tuple[str, ...]:
+        """The names without those of entry points, which take milliseconds to find."""
+        return tuple(self._table)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """The name in ``built_in`` that each other name stands for."""
+        return MappingProxyType(self._aliases)
 
     def register(self, name: str, target: str) -> None:
         """Add ``name`` for ``target``, written ``"module:attribute"`` with the module's full name.
@@ -70,11 +83,24 @@ class Registry:
 
         Raises:
             UnknownNameError: the name is not registered; the message gives the closest name first.
+            ConfigurationError: it is an alias, and an entry point has the same name.
         """
-        name = self._aliases.get(name, name)
+        if name in self._aliases:
+            self._check_alias(name)
+            return self._aliases[name]
         if name not in self._table and name not in set(self):
             raise self._unknown(name)
         return name
+
+    def _check_alias(self, name: str) -> None:
+        """Refuse an alias that an entry point has as its name: the alias would hide the plug-in without a word."""
+        if self._entry_points is None:
+            self._entry_points = {point.name: point.value for point in entry_points(group=self.group)}
+        if (target := self._entry_points.get(name)) is not None:
+            raise ConfigurationError(
+                f"{self.what}={name!r} is the built-in {self._aliases[name]!r} and also an entry point of the group "
+                f"{self.group}, {target!r}: write {self._aliases[name]!r} for the first, or rename the entry point."
+            )
 
     def _unknown(self, name: str) -> UnknownNameError:
         if sentence := self._instead.get(name.lower()):

@@ -165,6 +165,15 @@ def test_a_package_adds_a_name_through_an_entry_point(monkeypatch: pytest.Monkey
     assert silent_trainer(devices=1, precision="quantized").precision == "64-quantized"
 
 
+def test_an_entry_point_that_an_alias_would_hide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("fp16", f"{__name__}:Quantized", "phalanx.precisions")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(registry.PRECISIONS, "_entry_points", None)
+    with refuses(ConfigurationError, "precision='fp16'", "'16-mixed'", f"{__name__}:Quantized"):
+        resolve_precision("fp16")
+    assert resolve_precision("bf16").name == "bf16-mixed"
+
+
 def test_a_class_instead_of_an_object_is_refused() -> None:
     with refuses(ConfigurationError, "precision=", "Quantized()"):
         silent_trainer(devices=1, precision=Quantized)
