@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -21,7 +22,6 @@ from ..core.errors import ConfigurationError
 from ..metrics.logger import Logger
 from ..trainer.trainer import Trainer
 from .class_paths import PLUGINS, load_plugins, plugins, translate
-from .durations import duration_of
 from .optimizers import ReduceLROnPlateau
 from .refusals import refusal
 
@@ -45,6 +45,8 @@ _MODE = "phalanx"
 _DESCRIPTION = "Create a model, its data and a Trainer from configuration files and arguments, and run a stage."
 _LIBRARIES = (__file__, str(Path(jsonargparse.__file__).parent))
 _Duration = timedelta | dict[str, float] | str
+_TIME = r"(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)"
+_FORMS = (re.compile(rf"(?:(?P<days>\d+) days?, )?{_TIME}"), re.compile(rf"(?P<days>\d+):{_TIME}"))
 # The types of a Trainer's arguments in a configuration, where its own signature accepts more.
 _TYPES: dict[str, Any] = {
     "callbacks": Sequence[Callback] | Callback | None,
@@ -294,7 +296,19 @@ def _dump(value: Any) -> str:
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
 
 
+def _duration_of(text: str) -> timedelta:
+    """Return the duration that a text describes: ``DD:HH:MM:SS``, as a Trainer takes it, or as Python prints one.
+
+    Raises:
+        ValueError: the text is of neither form.
+    """
+    for form in _FORMS:
+        if match := form.fullmatch(text):
+            return timedelta(**{unit: float(number) for unit, number in match.groupdict(default="0").items()})
+    raise ValueError(f"a duration must be of the form DD:HH:MM:SS, not {text!r}")
+
+
 set_loader(_MODE, _load, exceptions=(yaml.YAMLError,))
 set_dumper(_MODE, _dump)
 # jsonargparse's own function takes the first three numbers of DD:HH:MM:SS for hours, minutes and seconds.
-register_type(timedelta, deserializer=duration_of)
+register_type(timedelta, deserializer=_duration_of)

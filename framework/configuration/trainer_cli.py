@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.arguments import NamesArguments
 from ..core.errors import ConfigurationError
+from ..core.registry import as_list
 from ..distributed.seed import seed_everything
 from ..launch.exit_hooks import quick_exit, write_error
 from ..run.overrides import is_overridden
@@ -18,7 +19,6 @@ from ..trainer.trainer import Trainer
 from . import create_parser, instantiate, parse_configuration
 from .optimizers import configured_optimizers, use_optimizers
 from .save_config import SaveConfigCallback
-from .trainer_defaults import as_list, object_defaults, plain_defaults
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -34,6 +34,8 @@ _STAGES = {
     "predict": {"model", "dataloaders", "datamodule"},
 }
 _AUTOMATIC = "AUTOMATIC"
+# The types of values that a configuration can describe.
+_PLAIN = (bool, int, float, str, PurePath, type(None))
 
 
 class TrainerCLI(NamesArguments):
@@ -166,8 +168,8 @@ class TrainerCLI(NamesArguments):
     def add_core_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
         """Add the sections ``trainer``, ``model`` and ``data``."""
         parser.add_component_args(self.trainer_class, "trainer")
-        defaults = plain_defaults(self.trainer_defaults)
-        parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
+        plain, _ = self._split_defaults()
+        parser.set_defaults({f"trainer.{name}": value for name, value in plain.items()})
         parser.add_component_args(self.model_class or TrainModule, "model", self.subclass_mode_model)
         # A module may have the loaders.
         required = self.datamodule_class is not None
@@ -201,7 +203,8 @@ class TrainerCLI(NamesArguments):
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
         """Return a Trainer with the arguments of the configuration; ``arguments`` replace them."""
         given = {**self._value(self.config_init, "trainer").as_dict(), **arguments}
-        for name, value in object_defaults(self.trainer_defaults).items():
+        _, objects = self._split_defaults()
+        for name, value in objects.items():
             if name not in arguments and given.get(name) == self._own_parser.get_default(f"trainer.{name}"):
                 given[name] = value
         callbacks = [*as_list(given.get("callbacks")), *as_list(self.trainer_defaults.get("callbacks"))]
@@ -211,6 +214,15 @@ class TrainerCLI(NamesArguments):
         if saved := self._config_callback(given):
             trainer.callbacks.append(saved)
         return trainer
+
+    def _split_defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the defaults of the Trainer that a configuration can describe, and objects such as loggers.
+
+        Callbacks are in neither: they are added to those of the configuration.
+        """
+        given = {name: value for name, value in self.trainer_defaults.items() if name != "callbacks"}
+        plain = {name: value for name, value in given.items() if _is_plain(value)}
+        return plain, {name: value for name, value in given.items() if name not in plain}
 
     def _config_callback(self, given: Mapping[str, Any]) -> Callback | None:
         if self.save_config_callback is None or given.get("fast_dev_run") or given.get("barebones"):
@@ -295,3 +307,10 @@ class TrainerCLI(NamesArguments):
                 raise
             write_error(f"{Path(sys.argv[0]).name}: {error}")
             raise quick_exit(error.exit_code) from None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a configuration can describe a value."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN) or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
