@@ -54,7 +54,7 @@ _LIBRARIES = (
     "phalanx.framework.memory.alternatives",
     "phalanx.framework.trainer.assembly",
     "phalanx.framework.trainer.auto_strategy",
-    "phalanx.framework.trainer.rehearsed_plan",
+    "phalanx.framework.trainer.rehearsals",
     "phalanx.framework.trainer.trainer",
     "phalanx.framework.watchdog.in_process_watchdog",
     "phalanx.framework.launch.fork_server",

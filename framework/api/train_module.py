@@ -29,10 +29,9 @@ from ..state import rebuild_module
 from .outside_run import OutsideRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping
     from pathlib import Path
 
-    import torch
     from torch.optim import Optimizer
     from torchmetrics import MetricCollection
     from typing_extensions import Self

@@ -50,8 +50,8 @@ from ..launch import launch_function, launch_script
 from ..launch.exit_hooks import install_rank_hooks
 from ..metrics.logger import Logger
 from ..parallel.compilation import compilation, compilation_of
+from ..parallel.meta_device import placed_parts
 from ..parallel.optimizer_step import Updater
-from ..parallel.placed_parts import placed_parts
 from ..parallel.resources import RankProperties, Resources, resolve_resources
 from ..parallel.sequence_part import SequencePart
 from ..parallel.strategy import Routed, Strategy

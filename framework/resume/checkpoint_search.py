@@ -36,6 +36,15 @@ def not_resumable(manifest: Manifest) -> str | None:
 
 
 @dataclass(frozen=True)
+class Found:
+    """A checkpoint that a search has found."""
+
+    path: Path
+    verified: bool = False
+    """Whether every byte of it was read and its checksums verified."""
+
+
+@dataclass(frozen=True)
 class Origin:
     """The start of a fit: the version of its directory, and the checkpoint to resume from, if any."""
 
@@ -96,11 +105,11 @@ class Search:
                 return Origin(fresh, None)
             version, checkpoint = found
             return Origin(fresh if version is None else version, checkpoint, verified=True, continues=True)
-        path = self.find(given, not_resumable)
-        reason = not_resumable(read_manifest(path))
+        chosen = self.find(given, not_resumable)
+        reason = not_resumable(read_manifest(chosen.path))
         if reason is not None:
-            raise CheckpointError(f"ckpt_path={str(path)!r}: {reason}")
-        return Origin(fresh, path)
+            raise CheckpointError(f"ckpt_path={str(chosen.path)!r}: {reason}")
+        return Origin(fresh, chosen.path, chosen.verified)
 
     def continued(self, before: FitRecord, memory: Path | None) -> Origin | None:
         """Return the origin for a fit that an earlier attempt of this launch began; None if it saved nothing.
@@ -128,21 +137,21 @@ class Search:
                 return replace(found, version=version)
         return found
 
-    def find(self, given: str | Path, refuse: Refuse | None) -> Path:
+    def find(self, given: str | Path, refuse: Refuse | None) -> Found:
         """Return the checkpoint for a path, ``"last"``, ``"best"`` or ``"auto"``; see ``find_checkpoint``."""
         if given == "best":
             best = next((saved.best_model_path for saved in saved_by(self.callbacks) if saved.best_model_path), "")
-            return Path(best or self.best())
+            return Found(Path(best or self.best()))
         if given in ("last", "auto"):
             own = next((saved.last_model_path for saved in saved_by(self.callbacks) if saved.last_model_path), "")
             if own:
-                return self.newest_beside(Path(own), refuse)
+                return Found(self.newest_beside(Path(own), refuse))
             newest = self.newest(refuse)
             if newest is None:
                 where = " or in ".join(map(str, [self.root / self.name, *self.shared]))
                 raise CheckpointError(f"ckpt_path={given!r} but there is no good checkpoint under {where}.")
-            return newest[1]
-        return Path(given)
+            return Found(newest[1], verified=True)
+        return Found(Path(given))
 
     def best(self) -> str:
         """Return the best checkpoint of the newest version that has one, from the files of its run.

@@ -170,7 +170,7 @@ def _apply_frozen_flags(
 
 
 def restore_run(run: Run, plan: Resumption) -> None:
-    """Restore weights, optimizers, schedulers, scaler, callbacks and counters, then call ``on_load_checkpoint``.
+    """Restore weights, optimizers, schedulers, scaler and callbacks, then call ``on_load_checkpoint``.
 
     Collective. The state of each rank follows: see ``restore_rank``.
 
@@ -205,9 +205,9 @@ def restore_run(run: Run, plan: Resumption) -> None:
     run.metrics.restore_measured(state.get("measured", {}))
     for kind, values in state.get("shown", {}).items():
         run.metrics.values[kind].update(values)
-    run.progress.load_state_dict(checkpoint.document["progress"])
-    # The user's hook runs after everything that it may read or change was restored. Restored after it are the batch
-    # index for this number of ranks, the loggers, the metrics of the epoch, the state of loaders and the generators.
+    # The user's hook runs after everything that it may read or change was restored; the counters were restored with the
+    # position in the data. Restored after it are the loggers, the metrics of the epoch, the state of loaders and the
+    # generators.
     run.call("on_load_checkpoint", UserEntries("on_load_checkpoint", state["user"]))
     _report_not_loaded(run, checkpoint, not_loaded)
 

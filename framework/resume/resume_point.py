@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from ..launch.restart_policy import FitRecord, earlier_fit, largest_micro_batch,
 from ..report import rewinds_of
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory
-from .checkpoint_search import Origin, Search, is_interrupted
+from .checkpoint_search import Found, Origin, Search, is_interrupted
 
 if TYPE_CHECKING:
     from ..api.contracts import CallbackContract
@@ -65,41 +65,87 @@ def claim_directory(
         CheckpointError: the requested checkpoint does not exist.
         StorageError: the directory cannot be written, or another process writes to it.
     """
-    notes = error_dir()
-    before = None if notes is None or not world.is_global_zero else earlier_fit(notes, attempt())
-    memory, largest = None, None
-    if notes is not None and world.is_global_zero:
-        memory, largest = memory_of_next_fit(notes), largest_micro_batch(notes, attempt())
     search = Search(directory.root, directory.name, callbacks, note)
 
-    def find() -> Origin:
-        again = None if before is None else search.continued(before, memory)
-        return again or search.origin(given)
-
     def claim() -> Origin:
-        continues = given == "auto" or before is not None
-        found = find()
-        if writes and continues and found.checkpoint is None:
-            found = search.at_interrupted(found, before)
-        directory.adopt(found.version, directory.claimed)
-        if writes:
-            directory.acquire(fresh=found.version not in search.versions or not continues)
-            # Deleting what a killed save left may bring back an older checkpoint, so look again.
-            if _clean(directory, search) and continues:
-                found = find()
-            if given == "auto":
-                _clean_passed_over(directory, found, search)
-        if notes is not None:
-            path = str(directory.path) if writes else ""
-            with contextlib.suppress(OSError):
-                record_fit(notes, FitRecord(directory.version, path, directory.identity))
-        place = replace(found, version=directory.version, identity=directory.identity)
-        excluded = excluded_by(directory) if found.continues else ()
-        return replace(place, memory=memory, largest_micro_batch=largest, excluded_spans=excluded)
+        earlier = _earlier_attempt()
+        origin = _choose(search, given, earlier)
+        if not writes:
+            directory.adopt(origin.version, directory.claimed)
+        else:
+            origin = _lock(directory, search, origin, given, earlier)
+        _record(directory, writes)
+        return replace(
+            origin,
+            version=directory.version,
+            identity=directory.identity,
+            memory=earlier.memory,
+            largest_micro_batch=earlier.largest_micro_batch,
+            excluded_spans=excluded_by(directory) if origin.continues else (),
+        )
 
     origin = on_rank_zero(world, claim)
     directory.adopt(origin.version, True, origin.identity)
     return origin
+
+
+@dataclass(frozen=True)
+class _EarlierAttempt:
+    """What the attempts of this launch before this one have left for its next fit."""
+
+    fit: FitRecord | None = None
+    """The same fit of the attempt before; None if this is the first attempt."""
+    memory: Path | None = None
+    """The directory of the fit's snapshots, if the launch has one."""
+    largest_micro_batch: int | None = None
+    """The size of micro-batches that was found as a rank ran out of memory."""
+
+    def continues(self, given: str | Path | None) -> bool:
+        """Whether the fit continues a run in its directory, if there is one."""
+        return given == "auto" or self.fit is not None
+
+
+def _earlier_attempt() -> _EarlierAttempt:
+    """Read the records of this launch; without a launcher that keeps some there are none."""
+    records = error_dir()
+    if records is None:
+        return _EarlierAttempt()
+    number = attempt()
+    return _EarlierAttempt(
+        earlier_fit(records, number), memory_of_next_fit(records), largest_micro_batch(records, number)
+    )
+
+
+def _choose(search: Search, given: str | Path | None, earlier: _EarlierAttempt) -> Origin:
+    """Return the start of a fit: that of its earlier attempt if it has saved anything, else by ``ckpt_path``."""
+    again = None if earlier.fit is None else search.continued(earlier.fit, earlier.memory)
+    return again or search.origin(given)
+
+
+def _lock(
+    directory: RunDirectory, search: Search, origin: Origin, given: str | Path | None, earlier: _EarlierAttempt
+) -> Origin:
+    """Lock the directory of a fit and delete what killed processes have left; return the origin after that."""
+    continues = earlier.continues(given)
+    if continues and origin.checkpoint is None:
+        origin = search.at_interrupted(origin, earlier.fit)
+    directory.adopt(origin.version, directory.claimed)
+    directory.acquire(fresh=origin.version not in search.versions or not continues)
+    # A checkpoint that was being replaced is there again after this, and may be newer than the one that was chosen. It
+    # could not be chosen before, since only the holder of the lock may touch it.
+    if _clean(directory, search) and continues:
+        origin = _choose(search, given, earlier)
+    if given == "auto":
+        _clean_passed_over(directory, origin, search)
+    return origin
+
+
+def _record(directory: RunDirectory, writes: bool) -> None:
+    """Record the fit for a later attempt of this launch, if it is one that restarts its ranks."""
+    if (records := error_dir()) is not None:
+        path = str(directory.path) if writes else ""
+        with contextlib.suppress(OSError):
+            record_fit(records, FitRecord(directory.version, path, directory.identity))
 
 
 def excluded_by(directory: RunDirectory) -> tuple[Span, ...]:
@@ -134,7 +180,7 @@ def find_checkpoint(
     callbacks: Sequence[CallbackContract],
     note: Callable[[str], None],
     has_fitted: bool,
-) -> Path:
+) -> Found:
     """Return the checkpoint that a path or keyword refers to.
 
     Args:

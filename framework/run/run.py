@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..api.callback import Callback, in_call_order, wanted
-from ..api.train_module import TrainModule
 from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, MetricError, NonFiniteError
 from ..core.progress import Progress
@@ -29,16 +28,13 @@ from .run_metrics import RunMetrics
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
     from torch.optim import Optimizer
 
     from ..api.train_module import TrainModule
     from ..core.optimizer_config import SchedulerConfig
-    from ..core.progress import Progress
     from ..fabric.fabric import Fabric
     from ..metrics.logger_fanout import LoggerFanout
     from .context import ManualOptimizer, RunContext, RunSaver
-    from .run_metrics import RunMetrics
 
 Hook = Callable[..., Any]
 
@@ -60,13 +56,21 @@ class Resumed:
 
 
 class Run:
-    """The state of one stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+    """The state of one stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
+    Args:
+        context: the parts of the Trainer that the run uses.
+        fabric: the Fabric of the Trainer.
+        module: the module of the stage.
+        callbacks: those of the Trainer and of the module.
+        loggers: the loggers of this rank.
+        stage: the name of the stage.
+        saver_of: returns what saves the checkpoints of the run that it is given.
+    """
 
     schedulers_paused = False
-    used_rates: list[float]
-    """The learning rates of the newest update, where a scheduler has changed them since; else empty."""
-
     seed = 0
+    """The seed of the data order and of the generators, once the ranks have agreed on it."""
     in_window = False
     """Whether gradients are partly accumulated; checkpoints are refused then."""
     _may_stop: Callable[[], bool] | None = None
@@ -81,6 +85,7 @@ class Run:
         callbacks: Sequence[Callback],
         loggers: LoggerFanout,
         stage: str,
+        saver_of: Callable[[Run], RunSaver],
     ) -> None:
         self.context = context
         self.directory = context.directory
@@ -99,6 +104,8 @@ class Run:
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
         self.schedulers: list[SchedulerConfig] = []
+        self.used_rates: list[float] = []
+        """The learning rates of the newest update, where a scheduler has changed them since; else empty."""
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
         self.triggers.compare_names(self.train_log)
@@ -118,8 +125,7 @@ class Run:
         self.manual_backward: Callable[..., None] = _no_loop
         # Functions that are called when the run has ended, also after an error, such as those that revert layers.
         self.at_end = ExitStack()
-        self.saver: RunSaver
-        """Set by ``attach_saver`` before the first hook runs."""
+        self.saver = saver_of(self)
         self._register_handlers()
 
     def _use_parts(self, fabric: Fabric) -> None:
@@ -128,7 +134,6 @@ class Run:
         self.strategy, self.traits = fabric.strategy, fabric.strategy.traits
         self.precision, self.scaler, self.updater = fabric.precision, fabric.scaler, fabric.updater
         self.device_type = self.world.device.type
-        self.used_rates: list[float] = []
         self.meter = Meter(self.world, unit_of(self.module))
 
     # ---- state of the loops ---------------------------------------------------------------------------------------
@@ -195,16 +200,12 @@ class Run:
 
     # ---- signals --------------------------------------------------------------------------------------------------
 
-    def attach_saver(self, saver: RunSaver) -> None:
-        """Save through this saver."""
-        self.saver = saver
-        self.triggers.on(Signal.SAVE_DONE, lambda sent: saver.finish(next(iter(sent.values()))))
-
     def _register_handlers(self) -> None:
         """Register a handler for each signal; they run in the order of ``Signal``, the same on every rank."""
         on = self.triggers.on
         on(Signal.NONFINITE, self._raise_nonfinite)
         on(Signal.NOTE, self._show_notes)
+        on(Signal.SAVE_DONE, lambda sent: self.saver.finish(next(iter(sent.values()))))
         on(Signal.END_EPOCH, self._cut_epoch)
         on(Signal.CONTINUE, self._withdraw_stop)
         on(Signal.PREEMPT, self._preempt)

@@ -1,4 +1,7 @@
-"""`Trainer`: settings are checked, a run is assembled, and a stage is executed."""
+"""`Trainer`: settings are checked, a run is assembled, and a stage is executed.
+
+The functions below are imported when they are first called: what creates a Trainer needs none of them.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,25 @@ if TYPE_CHECKING:
         run_batch_size_search as run_batch_size_search,
         start_of_search as start_of_search,
     )
+    from .console_summary import (
+        box as box,
+        end_lines as end_lines,
+        next_lines as next_lines,
+        start_lines as start_lines,
+    )
+    from .explicit_saves import save_ended_fit as save_ended_fit, write_pretrained as write_pretrained
     from .learning_rates import LearningRateTest as LearningRateTest, run_range_test as run_range_test
-    from .pretrained_folder import write_pretrained as write_pretrained
-    from .run_facts import memory_facts as memory_facts, model_facts as model_facts
+    from .run_documents import configuration as configuration, outcome as outcome
     from .run_view import open_report as open_report
 
 _HOMES = {
     ".assembly": "assemble_evaluation assemble_fit",
     ".auto_strategy": "choose_micro_batch choose_strategy plan_memory",
     ".batch_sizes": "BatchSizeTest run_batch_size_search start_of_search",
+    ".console_summary": "box end_lines next_lines start_lines",
+    ".explicit_saves": "save_ended_fit write_pretrained",
     ".learning_rates": "LearningRateTest run_range_test",
-    ".pretrained_folder": "write_pretrained",
-    ".run_facts": "memory_facts model_facts",
+    ".run_documents": "configuration outcome",
     ".run_view": "open_report",
 }
 

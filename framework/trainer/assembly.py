@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,9 +19,15 @@ from ..loop import statistics_pass
 from ..metrics.logger_fanout import LoggerFanout
 from ..metrics.no_log import OUTSIDE_LOOPS
 from ..metrics.torchmetrics_state import gather_by
-from ..parallel.compilation import is_compiled_by_user
+from ..parallel.compilation import is_compiled, is_compiled_by_user
 from ..parallel.generation import route_generation
 from ..parallel.strategy import Routed
+from ..parallel.strategy_checks import check_placed
+from ..parallel.supplied import SuppliedValues
+from ..parallel.sync_batch_norm import share_batch_statistics
+from ..pretrained import plan_loading
+from ..pretrained.request import initialize_rest
+from ..pretrained.transformers_models import empty_tensors
 from ..profiling.flop_count import FlopCount
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
 from ..resume.checkpoint_saver import Saver
@@ -33,9 +40,8 @@ from ..run.run import Run
 from ..state.switched_weights import SwitchedWeights
 from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
-from .device_hints import device_hints
+from .hints import device_hints
 from .loop_assembly import build_loop, build_step, check_limits, evaluation_plan, routed_code, snapshots_of
-from .model_placement import load_pretrained, place_model
 from .plugins import merged_callbacks
 from .script_ranks import restarts_exhausted
 from .settings import REWIND
@@ -54,16 +60,18 @@ if TYPE_CHECKING:
 def assemble_fit(session: Session, request: StageRequest, again: Origin | None = None) -> FitLoop:
     """Build the loop of a fit, restored from a checkpoint if one is requested. Collective.
 
-    The order of a resumed fit (docs/internals.md has more):
+    The order of a resumed fit:
 
         choose the checkpoint and verify it; the seed; prepare_data and setup; the state of the data module
-        counters and position in the data
+        counters, and the position in the data for this number of ranks
         configure_model, device, configure_optimizers
-        compare the checkpoint on all ranks; nothing was loaded from it so far
+        compare the checkpoint with module and optimizers on all ranks; no weight was loaded so far, so that a module
+            stays as it was if they do not match
         parameter groups and frozen parameters; Strategy.setup
-        weights, optimizers, schedulers, scaler, callbacks, counters; on_load_checkpoint
-        batch index for this number of ranks, loggers, metrics of the epoch, loaders
-        generators, after the hooks that the epoch repeats
+        weights, extra state of modules, optimizers, averages, schedulers, scaler, callbacks, metrics shown last;
+            on_load_checkpoint, which may read and change all of them
+        loggers; metrics of the epoch so far, numbers of evaluated batches, state of loaders
+        random generators, after the hooks that the epoch repeats
 
     Args:
         session: the state of the Trainer.
@@ -101,7 +109,7 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
     loop = build_loop(session, run, data, request, checkpoint, resume_point)
     session.loop = loop
     run.saver.follow(loop.windows)
-    pretrained = place_model(session, run, request, training=True, checkpoint=checkpoint)
+    pretrained = _place_model(session, run, request, training=True, checkpoint=checkpoint)
     _configure_optimizers(run, settings)
     # An engine that takes one optimizer steps a form of its own.
     own_step = [] if run.traits.takes_one_optimizer else run.optimizers
@@ -139,7 +147,7 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
     data = _data(session, run, request)
     sources = data.evaluation(stage)
     require_data(sources, stage)
-    pretrained = place_model(session, run, request, training=False, checkpoint=checkpoint)
+    pretrained = _place_model(session, run, request, training=False, checkpoint=checkpoint)
     _distribute(run, pretrained, training=False, routed=Routed.FORWARD)
     if checkpoint is not None:
         load_model(run, checkpoint)
@@ -163,7 +171,7 @@ def _evaluated_checkpoint(session: Session, run: Run, request: StageRequest) -> 
             request.ckpt_path or "", directory.root, directory.name, session.callbacks, session.note, has_fitted
         ),
     )
-    return open_on_all_ranks(run.world, found)
+    return open_on_all_ranks(run.world, found.path, found.verified)
 
 
 # ---- stages of the assembly ----------------------------------------------------------------------
@@ -177,8 +185,7 @@ def _begin(session: Session, request: StageRequest, stage: str) -> Run:
     callbacks = merged_callbacks(session.callbacks, module_callbacks)
     session.use_callbacks(callbacks)
     fanout = LoggerFanout(session.loggers if world.is_global_zero else [], session.note)
-    run = Run(session.context(), session.fabric, request.module, callbacks, fanout, stage)
-    run.attach_saver(Saver(run))
+    run = Run(session.context(), session.fabric, request.module, callbacks, fanout, stage, Saver)
     request.module.attach(run)
     request.module.log_to(OUTSIDE_LOOPS)
     for callback in callbacks:
@@ -218,6 +225,83 @@ def _data(session: Session, run: Run, request: StageRequest) -> Data:
     return Data(run.world, request.module, request.datamodule, request.given, session.seed, shards, keep)
 
 
+def _place_model(
+    session: Session, run: Run, request: StageRequest, training: bool, checkpoint: Checkpoint | None
+) -> LoadPlan | None:
+    """Call ``configure_model``, move the module to its device and dtype, and compile its parts. Collective.
+
+    In a fit, blocks keep activations as the Trainer's ``memory`` says.
+
+    Args:
+        session: the Trainer's session.
+        run: the run.
+        request: the arguments of the stage.
+        training: whether the stage is a fit.
+        checkpoint: the checkpoint whose weights are loaded later. They replace any pretrained ones, unless it leaves
+            out frozen weights.
+
+    Returns:
+        The pretrained weights to load after ``Strategy.setup``; None if there are none.
+
+    Raises:
+        ConfigurationError: on all ranks; the module has parts that this strategy cannot train or shard.
+        CheckpointError: on all ranks; the pretrained weights cannot be read, or do not match the module.
+    """
+    module, precision = run.module, run.precision
+    replaced = checkpoint is not None and not checkpoint.left_out
+    with nullcontext() if replaced else SuppliedValues(), run.strategy.building():
+        module.configure_model()
+        if not replaced:
+            module.settle_pretrained()
+        empty = empty_tensors(module)
+    check_placed(run.strategy, module, training)
+    pretrained = _planned(run, request, empty, replaced)
+    if session.settings.given.sync_batchnorm and run.world.size > 1:
+        run.at_end.callback(share_batch_statistics(module, run.device_type))
+    run.strategy.to_device(module, () if pretrained is None else pretrained.supplied)
+    undo = precision.convert_module(module)
+    if undo is not None:
+        run.at_end.callback(undo)
+    compilation = session.compilation or session.fabric.compilation
+    if compilation is not None:
+        run.at_end.callback(compilation.apply(module, run.strategy))
+        if is_compiled(module):
+            run.at_end.callback(module.log_outside_graphs())
+    memory = session.settings.memory
+    if memory is not None and training:
+        run.at_end.callback(memory.apply(module))
+    return pretrained
+
+
+def _planned(run: Run, request: StageRequest, empty: set[int], replaced: bool) -> LoadPlan | None:
+    module, strategy = run.module, run.strategy
+    if replaced:
+        with strategy.building():
+            module.drop_pretrained(empty)
+        return None
+    requests = module.take_pretrained(request.pretrained)
+    if not requests:
+        return None
+    plan: LoadPlan = plan_loading(strategy, run.world, module, requests)
+    with strategy.building():
+        initialize_rest(module, empty, plan.supplied)
+    return plan
+
+
+def _load_pretrained(run: Run, plan: LoadPlan | None) -> None:
+    """Read this rank's part of the pretrained weights into a module that is set up. Collective.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    if plan is None:
+        return
+    plan.load(run.strategy, run.module)
+    run.module.use_sources(plan.sources)
+    for note in plan.notes:
+        run.note(note)
+
+
 def _attach_step(
     run: Run, loop: FitLoop, data: Data, settings: Settings, transfer: Callable[[Any, int], Any] | None
 ) -> None:
@@ -243,7 +327,7 @@ def _attach_step(
 def _distribute(run: Run, pretrained: LoadPlan | None, training: bool, routed: Routed) -> None:
     """Set the module and its optimizers up under the strategy, and load pretrained weights. Collective."""
     run.use_optimizers(run.strategy.setup(run.module, run.optimizers, training, routed), run.schedulers)
-    load_pretrained(run, pretrained)
+    _load_pretrained(run, pretrained)
     run.at_end.callback(route_generation(run.module, run.strategy, run.fabric.forward_context()))
     run.at_end.callback(gather_by(run.module, run.world))
 
@@ -285,12 +369,10 @@ def _restore(loop: FitLoop, resumption: Resumption, resume_point: Origin) -> Non
     """Restore the run, and the state of this rank, from a checkpoint that matches. Collective."""
     run, source, checkpoint = loop.run, loop.windows.source, resumption.checkpoint
     restore_run(run, resumption)
-    progress = run.progress
     if loop.windows.resumed_at is not None:
-        progress.batch_in_epoch = source.batches_before(loop.windows.resumed_at)
         warn_of_other_data(run, checkpoint.document.get("data"), source.described())
     if resume_point.continues:
-        run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
+        run.loggers.resume(run.progress.global_step, checkpoint.document.get("loggers", []))
     warn_of_other_batch(run, checkpoint.document, loop.windows.step_samples)
     restore_rank(run, checkpoint, loop.windows)
     run.resume_from(checkpoint.path, resume_point.is_snapshot)

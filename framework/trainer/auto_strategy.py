@@ -23,8 +23,7 @@ from ..parallel.resources import candidates
 from ..system.environment import nvme_path
 from ..watchdog.heartbeat import LEARNED, SECTIONS
 from .model_measurements import Measurements, is_small, measure, rank_device, ranks_of, summary_of
-from .rehearsals import WHOLE_LAYERS, Rehearsals, by_formulas, refusal_of
-from .rehearsed_plan import confirmed, with_rehearsal
+from .rehearsals import WHOLE_LAYERS, Rehearsals, by_formulas, confirmed, refusal_of, with_rehearsal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

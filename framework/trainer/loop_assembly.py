@@ -100,6 +100,8 @@ def build_loop(
     loop = FitLoop(run, plan, windows, time.monotonic)
     if position is not None:
         windows.resume(position, settings.limit_batches("train", data.agreed_length(source, position)))
+        # The checkpoint counts batches of the number of ranks that saved it.
+        run.progress.batch_in_epoch = source.batches_before(position)
     if settings.given.reload_dataloaders_every_n_epochs:
         every = settings.given.reload_dataloaders_every_n_epochs
         loop.reload_data(every, lambda: loop.windows.use_source(*sources()), _validation_reloader(session, loop, data))

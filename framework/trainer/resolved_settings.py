@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
@@ -84,6 +85,26 @@ class Settings:
             return 0 if limit == 0.0 else None
         # A fraction above 0 uses at least one batch.
         return max(1, int(total * limit)) if limit and total else 0
+
+
+T = TypeVar("T")
+
+
+class Setting(Generic[T]):
+    """A read-only attribute of a Trainer with one of its settings. Assigning it raises ``ConfigurationError``."""
+
+    def __init__(self, read: Callable[[Settings], T]) -> None:
+        self._read = read
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type) -> T:
+        return self._read(trainer.settings)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise ConfigurationError(f"trainer.{self._name} is read when the Trainer is created: pass it to Trainer(...).")
 
 
 def resolve_settings(given: TrainerSettings) -> Settings:

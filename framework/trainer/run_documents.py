@@ -1,25 +1,37 @@
-"""The documents in the directory of a run: ``config.json``, how it was started, and what ``report.json`` records."""
+"""The documents in the directory of a run: ``config.json`` with settings, model and machine, and ``report.json``."""
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import fields
+from collections.abc import Iterable
+from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
 from ..api.callback import Callback, saved_by
+from ..core.split_optimizer import kind_of
+from ..memory.formulas import LAYOUTS, footprint
+from ..memory.measure import elements_of, size_of
+from ..memory.memory_plan import casts_of
+from ..memory.ranks import Ranks
 from ..report.values import timestamp
+from ..resume.checkpoint_saver import moments
 from ..resume.checkpoint_search import newest_of_run, shared_directories
 from ..system.provenance import machine_facts, provenance
-from . import memory_facts, model_facts
+from ..system.redaction import without_secrets
 from .resolved_settings import Settings
 
 if TYPE_CHECKING:
     from ..loop.fit_loop import FitLoop
     from ..run.run import Run
     from .session import Session
+
+_MOST_PARTS = 40
 
 
 def configuration(session: Session, loop: FitLoop) -> dict[str, Any]:
@@ -42,11 +54,11 @@ def configuration(session: Session, loop: FitLoop) -> dict[str, Any]:
         },
         "callbacks": [type(callback).__name__ for callback in session.callbacks],
         "loggers": [type(logger).__name__ for logger in session.loggers],
-        "changed": changed_arguments(session.settings),
+        "changed": _changed_arguments(session.settings),
         "ckpt_path": session.records.given_checkpoint,
         "checkpoint_directories": [str(path) for path in _checkpoint_directories(session)],
-        "model": model_facts(run),
-        "memory_plan": memory_facts(run),
+        "model": _model_facts(run),
+        "memory_plan": _memory_facts(run),
         **provenance(),
         "machine": machine_facts(resources.device_type),
     }
@@ -57,7 +69,7 @@ def _checkpoint_directories(session: Session) -> list[Path]:
     return list(dict.fromkeys(path for path in [*own, *shared_directories(session.callbacks)] if path is not None))
 
 
-def changed_arguments(settings: Settings) -> dict[str, Any]:
+def _changed_arguments(settings: Settings) -> dict[str, Any]:
     """Return the arguments of a Trainer that differ from their defaults: JSON values, or objects as text."""
     changed: dict[str, Any] = {}
     for each in fields(settings.given):
@@ -105,6 +117,84 @@ def _survives(value: Any) -> bool:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):
         return False
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def _model_facts(run: Run) -> dict[str, Any]:
+    """Return the class of the module, its parameters in all and by part, and its hyperparameters, as JSON values."""
+    module = run.module
+    parts = [
+        {"name": name, "type": type(part).__name__, **_counted(part.parameters())} for name, part in _parts(module)
+    ]
+    hparams = {name: _json_or_text(value) for name, value in without_secrets(dict(module.hparams)).items()}
+    return {
+        "class": type(module).__name__,
+        **_counted(module.parameters()),
+        "parts": parts[:_MOST_PARTS],
+        "parts_left_out": max(0, len(parts) - _MOST_PARTS),
+        "optimizers": [_optimizer(optimizer) for optimizer in run.optimizers],
+        "hparams": hparams,
+    }
+
+
+def _memory_facts(run: Run) -> dict[str, Any] | None:
+    """Return the bytes that the formulas of ``Trainer.plan`` give for a rank, without activations.
+
+    None for a strategy that they do not know, and for layers that are split.
+    """
+    strategy = run.strategy
+    layout = LAYOUTS.get(strategy.name)
+    if layout is None or "tp" in strategy.degrees.used:
+        return None
+    size = replace(size_of(run.module), state_slots=max(map(moments, run.optimizers), default=0))
+    resources, precision = run.fabric.resources, run.precision
+    ranks = Ranks(resources.world_size, resources.devices, resources.degrees)
+    needs = footprint(layout, size, ranks, precision, casts=casts_of(size, precision))
+    return {
+        "strategy": run.strategy.name,
+        "device_bytes": needs.device.total,
+        "host_bytes": needs.host.total,
+        "disk_bytes": needs.disk.total,
+        "parts": {name: value for name, value in asdict(needs.everywhere).items() if value},
+        "counts_activations": False,
+    }
+
+
+def _parts(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """Return the parts of a model with parameters: its children, or those of an only child."""
+    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    if len(children) == 1 and (inner := list(_parts(children[0][1]))):
+        return [(f"{children[0][0]}.{name}", part) for name, part in inner]
+    return children
+
+
+def _counted(parameters: Iterable[Tensor]) -> dict[str, int]:
+    """Count parameters and their bytes in full, whatever part of them this rank holds."""
+    known = [parameter for parameter in parameters if not is_lazy(parameter)]
+    return {
+        "parameters": sum(map(elements_of, known)),
+        "trainable": sum(elements_of(parameter) for parameter in known if parameter.requires_grad),
+        "bytes": sum(elements_of(parameter) * parameter.element_size() for parameter in known),
+    }
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    settings = {name: _json_or_text(value) for name, value in optimizer.defaults.items()}
+    # Arguments that are left at None or False say little about a run.
+    return {"type": kind_of(optimizer), "settings": {k: v for k, v in settings.items() if v not in (None, False)}}
+
+
+def _json_or_text(value: Any) -> Any:
+    """Return a value as JSON, or its text where JSON has no such value."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return type(value).__name__ if isinstance(value, Tensor) else str(value)[:200]
+
+
+# ---- the outcome -----------------------------------------------------------------------------------------------------
 
 
 def checkpoints(run: Run, callbacks: list[Callback]) -> tuple[str, str]:

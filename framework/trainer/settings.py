@@ -5,14 +5,15 @@ The signature and the docstring of ``Trainer`` are made from it; ``resolve_setti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from ..core.accumulation import AccumulationSchedule
 from ..core.precision import Precision
+from ..core.registry import PRECISIONS
 from ..data.worker_process import SIGNALS
 from ..launch.signals import check_signals
 from ..parallel.strategy import Strategy
@@ -37,8 +38,15 @@ from .rules import (
     unsupported,
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 REWIND = "rewind"
 """The value of ``nonfinite`` with which a fit goes back."""
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'``"{name}"``' for name in names)
 
 
 def _setting(default: Any, documentation: str, rule: Rule | None = None) -> Any:
@@ -69,8 +77,8 @@ class TrainerSettings:
     num_nodes: int = _setting(1, "nodes; more than one needs a launcher such as torchrun.")
     precision: str | int | Precision | None = _setting(
         None,
-        '``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``; short forms '
-        'are ``32``, ``64``, ``"bf16"``, ``16`` and ``"fp16"``; or a registered name, or a ``Precision``.',
+        f"{_quoted(PRECISIONS.built_in)}; or a short form, {_quoted(PRECISIONS.aliases)}, where numbers may be int; or "
+        "a registered name, or a ``Precision``. None is ``32-true``.",
     )
     compile: bool | str | Mapping[str, Any] = _setting(
         False,
@@ -186,8 +194,8 @@ class TrainerSettings:
     )
     nonfinite: str = _setting(
         "raise",
-        'reaction to a loss or gradient that is NaN or infinite: ``"raise"`` on all ranks, before its update on '
-        'a CPU and up to 16 micro-batches later on CUDA, ``"skip"`` the update (at most 10 in a row), '
+        'reaction to a loss or gradient that is NaN or infinite: ``"raise"`` on all ranks, on a CPU before its update, '
+        'on CUDA for losses alone and up to 16 micro-batches later; ``"skip"`` the update (at most 10 in a row), '
         '``"rewind"`` to the newest checkpoint and leave out the data since (at most 100 steps of it), or '
         '``"ignore"``.',
         one_of("raise", "skip", REWIND, "ignore"),

@@ -16,7 +16,7 @@ from ..launch.exit_hooks import install_rank_hooks
 from ..launch.restart_policy import FINAL
 from ..launch.signals import SignalWatch
 from ..launch.slurm import TimeLimit
-from ..loop import evaluate, predict
+from ..loop import evaluate, predict, profiled
 from ..metrics.hparams_text import hyperparameters_to_log
 from ..metrics.no_log import OUTSIDE_LOOPS
 from ..parallel.compilation import uncompiled
@@ -30,13 +30,23 @@ from ..system.console import terminal_columns
 from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.failure_records import brief_traceback, exit_code_of
 from ..system.run_directory import CONFIG, REPORT
-from ..trainer import assemble_evaluation, assemble_fit, choose_micro_batch, choose_strategy
 from ..watchdog import watched
-from .error_hints import add_hints
-from .profiled_stage import profiled_fit
-from .run_documents import configuration, outcome
+
+# Imported when they are called, as a Trainer that has not run a stage needs none of them: see __init__.py.
+from . import (
+    assemble_evaluation,
+    assemble_fit,
+    box,
+    choose_micro_batch,
+    choose_strategy,
+    configuration,
+    end_lines,
+    next_lines,
+    outcome,
+    start_lines,
+)
+from .hints import add_hints
 from .run_record import start_recording
-from .run_report import box, end_lines, next_lines, start_lines
 from .script_ranks import note_exhausted
 from .settings import REWIND
 
@@ -119,7 +129,7 @@ def _fit(session: Session, request: StageRequest, again: Origin | None) -> Origi
             if session.settings.given.debug == "collectives":
                 modes.enter_context(comparing_collectives(loop.run, loop.step))
             if session.settings.profiler.measures:
-                modes.enter_context(profiled_fit(session, loop))
+                modes.enter_context(_profiling(session, loop))
             try:
                 loop()
             except NonFiniteError as error:
@@ -130,6 +140,24 @@ def _fit(session: Session, request: StageRequest, again: Origin | None) -> Origi
         loop.snapshots.end()
         _end(session, loop)
         return None
+
+
+@contextmanager
+def _profiling(session: Session, loop: FitLoop) -> Generator[None, None, None]:
+    """Measure a fit within the context; show the summary of rank 0 at its end, also after an error."""
+    profiler, world = session.settings.profiler, loop.run.world
+    profiler.begin(session.directory.path / "profile" if session.writes else None, world.rank)
+    try:
+        with profiled(loop, profiler):
+            yield
+    finally:
+        try:
+            profiler.end()
+        except OSError as error:
+            session.note(f"The profile of rank {world.rank} was not written: {error}")
+        summary = profiler.summary()
+        if summary and world.is_global_zero:
+            session.note(f"Profile of the fit, rank 0 of {world.size}:\n{summary}")
 
 
 def _go_back(session: Session, loop: FitLoop, error: NonFiniteError) -> Origin:

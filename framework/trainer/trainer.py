@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +23,12 @@ from ..core.precision import LossScaler
 from ..core.registry import CALLBACKS
 from ..distributed.control import Signal
 from ..distributed.world import World
+from ..fabric.fabric import Fabric
 from ..loop.fit_plan import estimate_steps
 from ..loop.recovering_step import check_strategy
 from ..metrics.hparams_text import hyperparameters_to_log
 from ..parallel.compilation import compilation_of
-from ..parallel.resources import RankProperties, Resources
+from ..parallel.resources import RankProperties, Resources, resolve_resources
 from ..parallel.strategy import Strategy
 from ..pretrained import folder_order
 from ..resume import check_export, export_module, export_run, make_ready
@@ -33,8 +36,11 @@ from ..resume.resume_point import checked_checkpoint_path
 from ..run.run_metrics import as_numbers
 from ..system.atomic_files import absolute
 from ..system.console import folded, print_line, terminal_columns
-from ..system.environment import fix_cublas_workspace
+from ..system.entry_script import return_to_directory
+from ..system.environment import fix_cublas_workspace, script_overrides
 from ..system.run_directory import RunDirectory
+
+# Imported when they are called: see __init__.py.
 from . import (
     BatchSizeTest,
     LearningRateTest,
@@ -42,59 +48,53 @@ from . import (
     plan_memory,
     run_batch_size_search,
     run_range_test,
+    save_ended_fit,
     start_of_search,
     write_pretrained,
 )
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
-from .copied_trainer import restore_copy, state_of_copy
-from .interception import requested_settings, settings_in_use
-from .late_save import save_ended_fit
-from .lone_stage import TrainerFabric
 from .plan_target import PlanTarget
 from .plugins import resolve_callbacks, resolve_loggers
-from .resolved_settings import Settings, resolve_settings
+from .resolved_settings import Setting, Settings, resolve_settings
 from .rules import flag
 from .script_ranks import start_script_ranks
 from .session import Session, StageRequest
-from .setting import Setting
 from .settings import TrainerSettings
 from .stage_records import rank_batches
 from .stage_start import start_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
-    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from ..api.callback import Callback
-    from ..api.data_module import DataModule
-    from ..api.train_module import TrainModule
     from ..core.accumulation import AccumulationSchedule
     from ..core.optimizer_config import SchedulerConfig
     from ..core.progress import Progress
-    from ..fabric.fabric import Fabric
     from ..loop.fit_loop import FitLoop
     from ..memory.memory_plan import MemoryPlan
     from ..metrics.logger import Logger
     from ..parallel.compilation import Compilation
-    from ..parallel.strategy import Strategy
     from ..profiling.throughput import Throughput
     from ..resume.step_record import StepRecord
     from ..run.run import Run
     from ..state.average_settings import AverageSettings
     from ..state.weight_average import Average
-    from ..system.run_directory import RunDirectory
     from ..watchdog.heartbeat import Heartbeat
     from .batch_sizes import BatchSizes
     from .learning_rates import LearningRates
-    from .resolved_settings import Settings
     from .run_view import RunReport
-    from .session import Session, TrainerState
+    from .session import TrainerState
 
 _DEFAULT_NAME = "phalanx_logs"
+
+
+class TrainerFabric(Fabric):
+    """The Fabric of a Trainer: with one device, rank 0 of several may use it alone."""
+
+    _resolve = staticmethod(partial(resolve_resources, may_be_alone=True))
 
 
 @lacks(MEMBERS["Trainer"])
@@ -135,8 +135,12 @@ class Trainer(RankProperties):
     @takes(TrainerSettings)
     def __init__(self, given: TrainerSettings) -> None:
         """Check and resolve all arguments. No process or file is created before a stage is called."""
-        requested = requested_settings(given)
-        given = settings_in_use(requested)
+        return_to_directory()
+        overrides = script_overrides()
+        requested = given if overrides is None else replace(given, **overrides.trainer)
+        # Under `phalanx plan` the Trainers of a script have settings for one rank of this machine.
+        interceptor = current_interceptor()
+        given = requested if interceptor is None else interceptor.settings(requested)
         settings = resolve_settings(given)
         resources = (given.accelerator, given.strategy, given.devices, given.num_nodes, given.precision)
         fabric = TrainerFabric(*resources, compile=given.compile, parallel=given.parallel)
@@ -158,14 +162,26 @@ class Trainer(RankProperties):
             self.note(crowding)
 
     def __getstate__(self) -> dict[str, Any]:
-        others = {name: value for name, value in vars(self).items() if name != "_session"}
-        return state_of_copy(self._session, others)
+        # Process groups, writers and loaders belong to one Trainer: a copy has its arguments, its last outcome, and the
+        # attributes that a subclass or a program has added.
+        session, requested = self._session, self._session.requested
+        given = {each.name: getattr(requested, each.name) for each in fields(requested)}
+        if isinstance(given["strategy"], Strategy):
+            given["strategy"] = given["strategy"].clone()
+        return {
+            "given": given,
+            "attributes": {name: value for name, value in vars(self).items() if name != "_session"},
+            "outcome": None if session.module is None else session.outcome(),
+            "module": session.module,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Trainer.__init__(self, **state["given"])
         for name, value in state["attributes"].items():
             setattr(self, name, value)
-        restore_copy(self._session, state)
+        if state["outcome"] is not None:
+            self._session.take_outcome(state["outcome"])
+            self._session.use_module(state["module"])
 
     # ---- entry points -----------------------------------------------------------------------------------------------
 
@@ -199,7 +215,9 @@ class Trainer(RankProperties):
         Raises:
             ConfigurationError: an argument is invalid. Raised before any process starts.
             CheckpointError: the checkpoint or the weights are missing, damaged or do not match.
-            NonFiniteError: a loss or gradient is NaN or infinite.
+            NonFiniteError: on all ranks, with ``nonfinite="raise"``. On a CPU: a loss or gradient is NaN or infinite,
+                and its update was not made. On CUDA losses alone are checked, and the error is raised later, usually
+                by one or two steps and at most by 16 micro-batches, when updates with it have been made.
         """
         flag("weights_only", weights_only)
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
@@ -468,7 +486,7 @@ class Trainer(RankProperties):
                 f"{name} tries optimizer steps, and with automatic_optimization = False training_step decides when to "
                 "step: compare short fits."
             )
-        if iter_once(train_dataloaders):
+        if _is_iterator(train_dataloaders):
             raise ConfigurationError(
                 f"{name} got an iterator, which can be read only once, so that nothing would be left for the fit: give "
                 "a DataLoader or a list."
@@ -1117,6 +1135,6 @@ def _set_backends(deterministic: bool | str | None, benchmark: bool | None) -> N
         torch.backends.cudnn.set_flags(_benchmark=benchmark)
 
 
-def iter_once(loaders: Any) -> bool:
-    """Whether ``loaders`` is an iterator, which can be read only once."""
+def _is_iterator(loaders: Any) -> bool:
+    """Whether loaders are an iterator, which can be read only once."""
     return hasattr(loaders, "__next__")

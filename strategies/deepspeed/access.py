@@ -98,7 +98,7 @@ class LentGradients:
 _OWNERS: dict[int, LentGradients] = {}
 # The packages that look at parameters for their own sake, while user code runs, and the hint of a rank without memory,
 # which no other rank answers.
-_HINTS = f"{__name__.partition('.strategies.')[0]}.framework.trainer.memory_hints"
+_HINTS = f"{__name__.partition('.strategies.')[0]}.framework.trainer.hints"
 _OTHERS = (
     _HINTS,
     "deepspeed.",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.framework.trainer.device_hints import device_hints
+from phalanx.framework.trainer.hints import device_hints
 
 CUDA = torch.device("cuda", 0)
 

@@ -11,7 +11,7 @@ from small_fits import Tiny, loader, quiet_trainer
 from torch import nn
 
 from phalanx.framework.diagnostics.out_of_memory import is_out_of_memory
-from phalanx.framework.trainer.memory_hints import largest_lines
+from phalanx.framework.trainer.hints import largest_lines
 
 
 class Exhausting(Tiny):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from phalanx import Trainer
 from phalanx.framework.memory.available_memory import Memory
 from phalanx.framework.memory.memory_plan import MemoryPlan
-from phalanx.framework.trainer import auto_strategy, rehearsals, rehearsed_plan
+from phalanx.framework.trainer import auto_strategy, rehearsals
 from phalanx.loggers import CSVLogger
 
 CLIP, STEPS, ROWS, USABLE = 0.3, 2, 4, 0.9
@@ -181,7 +181,7 @@ def test_degrees_that_fit_are_named_and_not_used_if_nothing_does() -> None:
 def searched(usable: int) -> Fitted:
     """Fit with a search that a busy machine does not end early."""
     with (
-        mock.patch.object(rehearsed_plan, "_SEARCH_SECONDS", 200.0),
+        mock.patch.object(rehearsals, "_SEARCH_SECONDS", 200.0),
         mock.patch.object(rehearsals, "_MOST_SECONDS", 250.0),
     ):
         return fitted(2, [usable])

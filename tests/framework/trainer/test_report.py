@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.core.wording import counted
-from phalanx.framework.trainer.run_report import box
+from phalanx.framework.trainer.console_summary import box
 from phalanx.loggers import CSVLogger
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,35 @@ def test_evaluating_a_checkpoint(tmp_path: Path) -> None:
     unsaved.fit(Evaluated(), loader())
     with refuses(CheckpointError, "ckpt_path='best'", "ModelCheckpoint"):
         unsaved.test(Evaluated(), loader(16), ckpt_path="best")
+
+
+def test_the_last_checkpoint_is_read_as_often_as_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = silent_trainer(
+        default_root_dir=tmp_path, max_epochs=1, callbacks=[ModelCheckpoint()], enable_checkpointing=None
+    )
+    first.fit(Evaluated(), loader())
+    saver = first.checkpoint_callback
+    assert isinstance(saver, ModelCheckpoint)
+    opened: list[str] = []
+    open_file = os.open
+
+    def count(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            opened.append(str(path))
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", count)
+    counts = []
+    for given in (saver.best_model_path, "last"):
+        silent_trainer(default_root_dir=tmp_path, max_epochs=2).fit(Evaluated(), loader(), ckpt_path=given)
+        counts.append(len(opened))
+        silent_trainer(default_root_dir=tmp_path).validate(Evaluated(), loader(16), ckpt_path=given, verbose=False)
+        counts.append(len(opened))
+        opened.clear()
+    assert counts[0] > 0
+    assert counts[:2] == counts[2:]
 
 
 class Looking(Callback):
