@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 
 from phalanx.framework.checkpoint.codec import encode_inline
-from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord, dump, parse
+from phalanx.framework.checkpoint.manifest import Box, Manifest, Part, TensorRecord, dump, parse
 from phalanx.framework.checkpoint.reader import parts_in_box
 from phalanx.framework.checkpoint.safetensors_header import FileRecord, byte_size, header_of
-from phalanx.framework.checkpoint.write_plan import Assignment, Box, Piece, Plan, assign
+from phalanx.framework.checkpoint.write_plan import Assignment, Piece, Plan, assign
 from phalanx.framework.data.orders import NaturalOrder
 from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
 from phalanx.framework.distributed.object_frames import FrameSize

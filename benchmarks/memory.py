@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Trainer, TrainModule
 from phalanx.framework.core.precision import resolve_precision
-from phalanx.framework.memory.formulas import LAYOUTS, Footprint, footprint
+from phalanx.framework.memory.formulas import LAYOUTS, Footprint, Ranks, footprint
 from phalanx.framework.memory.measure import size_of
-from phalanx.framework.memory.ranks import Ranks
 
 from .tables import Table, results
 

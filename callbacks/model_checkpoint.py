@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from ..framework.api.callback import Callback
-from ..framework.checkpoint.background_deletion import BackgroundDeletion
-from ..framework.checkpoint.file_names import CheckpointNames, NameTemplate
-from ..framework.checkpoint.retention import Retention
+from ..framework.checkpoint.deletion import BackgroundDeletion, hide
+from ..framework.checkpoint.retention import CheckpointNames, NameTemplate, Retention
 from ..framework.checkpoint.save_request import SaveRequest
-from ..framework.checkpoint.whole_checkpoint import hide
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
 from ..framework.core.foreign_names import MEMBERS

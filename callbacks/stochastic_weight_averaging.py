@@ -12,7 +12,7 @@ from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, is_count, unknown
 from ..framework.core.foreign_names import MEMBERS
 from ..framework.core.optimizer_config import set_learning_rate
-from ..framework.state.average_settings import AverageSettings
+from ..framework.state.weight_averages import AverageSettings
 from .weight_averaging import Elementwise, WeightAveraging
 
 if TYPE_CHECKING:

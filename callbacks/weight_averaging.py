@@ -11,8 +11,7 @@ from torch import Tensor
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
 from ..framework.core.progress import Progress
-from ..framework.state.average_settings import AverageSettings
-from ..framework.state.weight_average import Average
+from ..framework.state.weight_averages import Average, AverageSettings
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from .. import checkpoint as library
-from ..framework.checkpoint.consolidate import validated_average
+from ..framework.checkpoint.safetensors_export import validated_average
 from ..framework.core.errors import CheckpointError, ConfigurationError, did_you_mean
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path

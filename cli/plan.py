@@ -16,11 +16,10 @@ from ..framework.core.precision import resolve_precision
 from ..framework.core.registry import STRATEGIES
 from ..framework.core.size_text import size_text
 from ..framework.core.wording import counted
-from ..framework.memory.alternatives import Alternatives, alternatives
 from ..framework.memory.available_memory import gpu_libraries
 from ..framework.memory.communication import Traffic, Transfer, communication
 from ..framework.memory.formulas import LAYOUTS
-from ..framework.memory.memory_plan import MemoryPlan, PlanRow, TrainingData
+from ..framework.memory.memory_plan import Alternatives, MemoryPlan, PlanRow, TrainingData, alternatives
 from ..framework.parallel.strategy import Strategy
 from ..framework.system.console import printable
 from .commands import CHECK_FAILED

@@ -7,9 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..framework.checkpoint.listing import furthest, newest_complete
-from ..framework.checkpoint.manifest import Manifest
-from ..framework.checkpoint.manifest_file import read_manifest
+from ..framework.checkpoint.inspection import furthest, newest_complete
+from ..framework.checkpoint.manifest import Manifest, read_manifest
 from ..framework.checkpoint.verify import verify
 from ..framework.core.data_spans import Span, joined
 from ..framework.core.errors import CheckpointError, ConfigurationError

@@ -49,7 +49,7 @@ from kill_trials import (
 )
 from launches import Killed
 
-from phalanx.framework.checkpoint.manifest_file import read_manifest
+from phalanx.framework.checkpoint.manifest import read_manifest
 from phalanx.framework.checkpoint.verify import verify
 
 STRATEGIES = ("ddp", "fsdp", "zero2")

@@ -16,7 +16,7 @@ import xxhash
 
 from phalanx import checkpoint
 from phalanx.framework.checkpoint import codec
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.distributed.world import World
 
@@ -51,7 +51,7 @@ def good(path: Path, value: float = 0.0) -> Path:
         "state": document,
     }
     inline = codec.encode_inline({"random": torch.arange(5), "flag": torch.tensor(True)})
-    return checkpoint.save(path, Snapshot(shards, whole, inline), World.single())
+    return checkpoint.save(path, CheckpointContents(shards, whole, inline), World.single())
 
 
 # ---- an attacker's tools ------------------------------------------------------------------------------------------

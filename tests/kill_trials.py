@@ -31,7 +31,7 @@ from typing import Any
 from kill_run import OVER, RESULT, STARTED
 from launches import Killed, Launch
 
-from phalanx.framework.checkpoint.manifest_file import read_manifest
+from phalanx.framework.checkpoint.manifest import read_manifest
 from phalanx.framework.checkpoint.verify import verify
 
 SCRIPT = Path(__file__).with_name("kill_run.py")

@@ -8,7 +8,7 @@ import torch
 from small_gpt import loss_of, optimizer_of, small_gpt, token_data
 from torch import Tensor, nn
 
-from phalanx.framework.checkpoint.stored_tensor import held
+from phalanx.framework.checkpoint.reader import held
 from phalanx.framework.checkpoint.write_plan import Shard
 from phalanx.framework.core.optimizer_config import parameters_of
 from phalanx.framework.core.precision import resolve_precision

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ..metrics.logger import Logger
     from ..parallel.strategy import Strategy
     from ..profiling.profiler import Profiler
-    from ..state.average_settings import AverageSettings
-    from ..state.weight_average import Average
+    from ..state.weight_averages import Average, AverageSettings
 
 
 class StageState(Protocol):

@@ -1,8 +1,16 @@
 """Checkpoint storage: atomic, verified, with the same format under every strategy. Nothing in it pickles or unpickles.
 
 A checkpoint is a directory of safetensors files and a ``manifest.json``; the page "The checkpoint format" of the docs
-describes every byte. Strategies write with ``save`` and read slices through ``open_checkpoint``. What users call is
-gathered in ``phalanx.checkpoint``.
+describes every byte. What users call is gathered in ``phalanx.checkpoint``.
+
+    write_plan         the contents of a checkpoint, and the rank that writes each piece
+    writer, staging    saves: files, manifest, publication; copies for saves behind training
+    reader, verify     reading of slices, verification of every byte
+    manifest, codec    the format: the manifest, and values other than tensors
+    safetensors_*      the format of tensor files, and plain ones for other programs
+    inspection         description, list and search of checkpoints
+    retention          names, and which checkpoints a run keeps
+    deletion           of checkpoints, and of what killed processes left
 """
 
 from __future__ import annotations
@@ -13,22 +21,23 @@ from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
     from .codec import decode as decode
-    from .inspect_manifest import kind_of as kind_of
-    from .listing import furthest as furthest, newest_complete as newest_complete, newest_good as newest_good
-    from .manifest_file import read_manifest as read_manifest
-    from .reader import open_checkpoint as open_checkpoint
-    from .stale_files import clean_own as clean_own, clean_shared as clean_shared
-    from .stored_tensor import held as held
+    from .deletion import clean_own as clean_own, clean_shared as clean_shared
+    from .inspection import (
+        furthest as furthest,
+        kind_of as kind_of,
+        newest_complete as newest_complete,
+        newest_good as newest_good,
+    )
+    from .manifest import read_manifest as read_manifest
+    from .reader import held as held, open_checkpoint as open_checkpoint
     from .writer import save as save
 
 _HOMES = {
     ".codec": "decode",
-    ".inspect_manifest": "kind_of",
-    ".listing": "furthest newest_complete newest_good",
-    ".manifest_file": "read_manifest",
-    ".reader": "open_checkpoint",
-    ".stale_files": "clean_own clean_shared",
-    ".stored_tensor": "held",
+    ".deletion": "clean_own clean_shared",
+    ".inspection": "furthest kind_of newest_complete newest_good",
+    ".manifest": "read_manifest",
+    ".reader": "held open_checkpoint",
     ".writer": "save",
 }
 

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .tiling import is_flat
+from .manifest import is_flat
 from .write_plan import Shard
 
 # Memory for temporary values, and so the size at which they stay in a processor's cache.

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the location and the checksum of every piece of a tensor.
+"""The manifest of a checkpoint: the location and the checksum of every piece of a tensor. Does not import torch.
 
 ``manifest.json`` begins with the 31 bytes ``{"checksum":"0123456789abcdef",``; the checksum is the XXH3-64 of the byte
 ``{`` followed by all that comes after these 31. It is verified before the rest of the file is parsed.
@@ -7,16 +7,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite, prod
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
-from ..core.errors import CheckpointError
-from .manifest_values import MAX_VALUE, extent, matching, natural, seconds, typed
-from .safetensors_header import ITEM_BYTES, MAX_HEADER_BYTES, RESERVED_NAME, FileRecord, byte_size, distinct
-from .tiling import coverage_problem
+from ..core.errors import CheckpointError, did_you_mean
+from .safetensors_header import (
+    ITEM_BYTES,
+    MAX_HEADER_BYTES,
+    RESERVED_NAME,
+    FileRecord,
+    PlainFile,
+    byte_size,
+    distinct,
+)
 
 JSON: TypeAlias = Any
 """None, bool, int, finite float, str, and lists and string-keyed dicts of them."""
@@ -26,6 +35,8 @@ FORMAT = "phalanx-checkpoint"
 VERSION = 2
 """The newest format version. Version 1 has no tensors that are left out."""
 MODEL = "model"
+STATE = "state"
+AVERAGES = "averages"
 _START = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
 FILE_NAME = re.compile(r"([a-z][a-z0-9_]*)-[0-9]{5,9}\.safetensors")
 SECTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -37,7 +48,7 @@ START_BYTES = 31
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a tensor in a file: a box at ``offsets``, or a range of the flattened tensor (``cover.is_flat``)."""
+    """A piece of a tensor in a file: a box at ``offsets``, or a range of the flattened tensor (``is_flat``)."""
 
     file: str
     start: int
@@ -146,6 +157,9 @@ def _tensor_fields(item: tuple[str, TensorRecord | str]) -> tuple[str, Any]:
     return name, {"dtype": record.dtype, "shape": record.shape, "parts": [vars(part) for part in record.parts]}
 
 
+# ---- bytes to manifest ----------------------------------------------------------------------------------------------
+
+
 def parse(data: bytes) -> Manifest:
     """Return the manifest in ``data``, validated as far as possible without the tensor files.
 
@@ -195,7 +209,7 @@ def _finite(text: str) -> float:
 def _check_version(fields: dict[str, JSON]) -> None:
     if fields["format"] != FORMAT:
         raise CheckpointError(f"format={fields['format']!r}; only {FORMAT!r} is read.")
-    version = natural(fields["version"])
+    version = _natural(fields["version"])
     if version > VERSION:
         raise CheckpointError(
             f"the checkpoint has format version {version}, written by phalanx {fields.get('phalanx')!r}; this phalanx"
@@ -206,17 +220,17 @@ def _check_version(fields: dict[str, JSON]) -> None:
 def _manifest(fields: dict[str, JSON], checksum: str) -> Manifest:
     manifest = Manifest(
         sections={
-            matching(SECTION_NAME, section): {name: _tensor(record) for name, record in tensors.items()}
+            _matching(SECTION_NAME, section): {name: _tensor(record) for name, record in tensors.items()}
             for section, tensors in fields["sections"].items()
         },
-        files={matching(FILE_NAME, name): _file(record) for name, record in fields["files"].items()},
+        files={_matching(FILE_NAME, name): _file(record) for name, record in fields["files"].items()},
         document=fields["document"],
-        rank_documents=typed(list, fields["rank_documents"]),
-        nonfinite=None if fields["nonfinite"] is None else typed(str, fields["nonfinite"]),
-        sharded=typed(bool, fields["sharded"]),
-        world_size=natural(fields["world_size"]),
-        saved_at=seconds(fields["saved_at"]),
-        phalanx=typed(str, fields["phalanx"]),
+        rank_documents=_typed(list, fields["rank_documents"]),
+        nonfinite=None if fields["nonfinite"] is None else _typed(str, fields["nonfinite"]),
+        sharded=_typed(bool, fields["sharded"]),
+        world_size=_natural(fields["world_size"]),
+        saved_at=_seconds(fields["saved_at"]),
+        phalanx=_typed(str, fields["phalanx"]),
         checksum=checksum,
     )
     for section, tensors in manifest.sections.items():
@@ -227,32 +241,32 @@ def _manifest(fields: dict[str, JSON], checksum: str) -> Manifest:
 
 
 def _file(value: JSON) -> FileRecord:
-    if natural(value["header_size"]) > MAX_HEADER_BYTES:
+    if _natural(value["header_size"]) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {value['header_size']:,} bytes is more than safetensors knows")
-    checksums = (matching(_CHECKSUM, value["header_xxh3_64"]), matching(_CHECKSUM, value["xxh3_64"]))
-    return FileRecord(natural(value["size"]), natural(value["header_size"]), *checksums)
+    checksums = (_matching(_CHECKSUM, value["header_xxh3_64"]), _matching(_CHECKSUM, value["xxh3_64"]))
+    return FileRecord(_natural(value["size"]), _natural(value["header_size"]), *checksums)
 
 
 def _tensor(value: JSON) -> TensorRecord | str:
     if "alias" in value:
-        return typed(str, value["alias"])
-    dtype = typed(str, value["dtype"])
+        return _typed(str, value["alias"])
+    dtype = _typed(str, value["dtype"])
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype {dtype!r} is not known")
     if "fingerprint" in value:
-        return TensorRecord(dtype, extent(value["shape"]), (), matching(_CHECKSUM, value["fingerprint"]))
+        return TensorRecord(dtype, _extent(value["shape"]), (), _matching(_CHECKSUM, value["fingerprint"]))
     if type(value["parts"]) is not list:
         raise TypeError(f"parts={value['parts']!r} is not a list")
-    return TensorRecord(dtype, extent(value["shape"]), tuple(map(_part, value["parts"])))
+    return TensorRecord(dtype, _extent(value["shape"]), tuple(map(_part, value["parts"])))
 
 
 def _part(value: JSON) -> Part:
     return Part(
-        typed(str, value["file"]),
-        natural(value["start"]),
-        extent(value["offsets"]),
-        extent(value["shape"]),
-        matching(_CHECKSUM, value["xxh3_64"]),
+        _typed(str, value["file"]),
+        _natural(value["start"]),
+        _extent(value["offsets"]),
+        _extent(value["shape"]),
+        _matching(_CHECKSUM, value["xxh3_64"]),
     )
 
 
@@ -265,7 +279,7 @@ def _check_tensor(manifest: Manifest, section: str, name: str, record: TensorRec
             raise ValueError(f"{where} is an alias of {record!r}, which holds no data")
         return
     # Also if another dim is empty: torch multiplies all dims.
-    if prod(max(size, 1) for size in record.shape) * ITEM_BYTES[record.dtype] > MAX_VALUE:
+    if prod(max(size, 1) for size in record.shape) * ITEM_BYTES[record.dtype] > _MAX_VALUE:
         raise ValueError(f"{where} has the absurd shape {list(record.shape)}")
     if record.fingerprint is not None:
         if section != MODEL:
@@ -302,3 +316,217 @@ def _check_files(manifest: Manifest) -> None:
 def run_of(manifest: Manifest) -> object:
     """Return the identity of the run that saved a checkpoint; None if the checkpoint does not record it."""
     return manifest.document.get("run") if isinstance(manifest.document, dict) else None
+
+
+# ---- values, each of which has exactly one JSON type ----------------------------------------------------------------
+
+
+_MAX_VALUE = 1 << 62
+_MAX_DIMS = 64
+
+T = TypeVar("T")
+
+
+def _natural(value: Any) -> int:
+    """Return a count, from 0 to 2^62."""
+    if type(value) is not int or not 0 <= value <= _MAX_VALUE:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    """Return a time in seconds since 1970."""
+    if type(value) not in (int, float) or not 0 <= value < 1e12:
+        raise ValueError(f"{value!r} is not a time in seconds since 1970")
+    return float(value)
+
+
+def _extent(value: Any) -> tuple[int, ...]:
+    """Return the sizes or offsets of at most 64 dims."""
+    if len(_typed(list, value)) > _MAX_DIMS:
+        raise ValueError(f"{len(value)} dims are more than {_MAX_DIMS}")
+    return tuple(map(_natural, value))
+
+
+def _matching(pattern: re.Pattern[str], value: Any) -> str:
+    """Return a string that matches a pattern."""
+    if pattern.fullmatch(_typed(str, value)) is None:
+        raise ValueError(f"{value!r} is not of the form {pattern.pattern}")
+    return str(value)
+
+
+def _typed(kind: Callable[..., T], value: Any) -> T:
+    """Return a value of exactly the class ``kind``."""
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} where a {getattr(kind, '__name__', kind)} belongs")
+    return value  # type: ignore[no-any-return]
+
+
+# ---- coverage of a tensor by its parts, checked in a time that is bounded also for a hostile manifest ---------------
+
+
+Box: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
+"""The offsets of a part, and its shape."""
+
+# Parts of meshes can be separated along one dim after another; the groups that remain are small.
+_MAX_CUTS = 8
+_MAX_PAIRWISE = 64
+
+
+def is_flat(shape: Sequence[int], offsets: Sequence[int]) -> bool:
+    """Whether a part is a range of the flattened (row-major) tensor: it has one offset, and the tensor does not have
+    one dim."""
+    return len(offsets) == 1 and len(shape) != 1
+
+
+def coverage_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
+    """Return the reason why boxes ``(offsets, shape)`` do not cover a tensor exactly once, or None if they do."""
+    boxes = list(boxes)
+    kinds = {is_flat(shape, offsets) for offsets, _ in boxes}
+    if kinds == {True, False}:
+        return "parts by dim and parts of the flattened tensor are mixed"
+    if kinds == {True}:
+        shape = (prod(shape),)
+    for offsets, extent in boxes:
+        if not len(offsets) == len(extent) == len(shape):
+            return f"a part at {list(offsets)} of shape {list(extent)} does not fit the dims of {list(shape)}"
+        if any(start + size > whole for start, size, whole in zip(offsets, extent, shape, strict=True)):
+            return f"a part at {list(offsets)} of shape {list(extent)} reaches beyond {list(shape)}"
+    covered = sum(prod(extent) for _, extent in boxes)
+    if covered != prod(shape):
+        return f"the parts hold {covered:,} of {prod(shape):,} elements"
+    return _overlap([box for box in boxes if prod(box[1])], _MAX_CUTS)
+
+
+def _overlap(boxes: list[Box], cuts: int) -> str | None:
+    """Find two boxes that share an element: separate the boxes along a dim if possible, and check each group.
+
+    Comparing all pairs would take hours for a hundred thousand parts. If no cut is found, only a few boxes may be left.
+    """
+    if len(boxes) < 2:
+        return None
+    for dim in range(len(boxes[0][0]) if cuts else 0):
+        heaps = _cut_apart(boxes, dim)
+        if len(heaps) > 1:
+            return next((problem for heap in heaps if (problem := _overlap(heap, cuts - 1))), None)
+    if len(boxes) > _MAX_PAIRWISE:
+        return f"the {len(boxes)} parts at {list(boxes[0][0])} and beyond overlap, or interlock without a plane between"
+    for index, (offsets, extent) in enumerate(boxes):
+        for other, size in boxes[:index]:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, extent, other, size, strict=True)):
+                return f"the parts at {list(other)} and {list(offsets)} overlap"
+    return None
+
+
+def _cut_apart(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """Group the boxes such that a plane across ``dim`` separates the groups."""
+    heaps: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box[0][dim]):
+        start, size = box[0][dim], box[1][dim]
+        if start >= end:
+            heaps.append([])
+        heaps[-1].append(box)
+        end = max(end, start + size)
+    return heaps
+
+
+# ---- the file in a checkpoint ---------------------------------------------------------------------------------------
+
+
+# The part of a file of torch.save that begins with the keys of the saved dict.
+_HEAD_BYTES = 1 << 16
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Return a checkpoint's validated manifest.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of a newer format version.
+    """
+    return parse_at(path, read_manifest_bytes(path))
+
+
+def parse_at(path: str | os.PathLike[str], data: bytes) -> Manifest:
+    """Return the manifest in ``data``, which was read from the checkpoint ``path``.
+
+    Raises:
+        CheckpointError: it is damaged, or of a newer format version; the message names the checkpoint.
+    """
+    try:
+        return parse(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {os.fspath(path)!r}: {error}") from error
+
+
+def read_manifest_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Return the bytes of a checkpoint's manifest; only the beginning is checked.
+
+    Raises:
+        CheckpointError: there is no manifest, it is too long, or its first bytes are wrong.
+    """
+    folder = Path(path)
+    _check_directory(folder)
+    file = PlainFile(folder / MANIFEST)
+    # The first bytes identify a manifest before a file of any size is read.
+    try:
+        check_start(file.read(min(file.size, START_BYTES)))
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
+    if file.size > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r}: its manifest has {file.size:,} bytes, more than the {MAX_MANIFEST_BYTES:,} "
+            "that are read; it is damaged."
+        )
+    return file.read(file.size)
+
+
+def _how_to_read(path: Path) -> str:
+    """Return the next step for a file that is given as a checkpoint; nothing of it is unpickled."""
+    load = "module.load_state_dict(torch.load(path, weights_only=True)) before"
+    convert = f"convert it: phalanx checkpoint convert {path} OUT"
+    head = b""
+    with suppress(OSError), path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if not head.startswith(b"PK"):
+        return f"If torch.save wrote a state_dict to it, call {load}; if Lightning wrote it, {convert}."
+    if b"pytorch-lightning_version" in head:
+        return f"Lightning wrote it: {convert}."
+    return f"torch.save wrote it: if it holds a state_dict, call {load}, and leave the path out."
+
+
+def _check_directory(folder: Path) -> None:
+    try:
+        names = os.listdir(folder)
+    except NotADirectoryError:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} is a file, and a checkpoint is a directory. {_how_to_read(folder)}"
+        ) from None
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {str(folder)!r} does not exist.{_interrupted(folder)}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {str(folder)!r} cannot be read: {error}.") from error
+    if MANIFEST not in names:
+        several = sum(os.path.lexists(folder / name / MANIFEST) for name in names)
+        below = f" It is a directory of {several}: `phalanx checkpoint list` shows them." if several else ""
+        raise CheckpointError(
+            f"{str(folder)!r} holds no {MANIFEST}: it is not a checkpoint, or not a complete one.{below}"
+        )
+
+
+def _interrupted(folder: Path) -> str:
+    try:
+        names = os.listdir(folder.parent)
+    except OSError:
+        return ""
+    if any(name.startswith(f".{folder.name}.") and name.endswith(".old") for name in names):
+        return " A replacement of it was interrupted: phalanx.checkpoint.clean_leftovers puts the previous one back."
+    return did_you_mean(folder.name, [name for name in names if not name.startswith(".")])
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a directory contains only files of a checkpoint, damaged or not, so that deleting it is safe."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = os.listdir(path)
+    return all(name == MANIFEST or FILE_NAME.fullmatch(name) for name in names)

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError, ConfigurationError, unknown
-from .manifest import JSON, Manifest, Part, TensorRecord, left_out_message
-from .manifest_file import read_manifest
+from ..distributed.collective_errors import on_all_ranks
+from ..distributed.world import World
+from . import codec
+from .manifest import (
+    JSON,
+    MODEL,
+    STATE,
+    Box,
+    Manifest,
+    Part,
+    TensorRecord,
+    is_flat,
+    left_out_message,
+    read_manifest,
+)
 from .safetensors_header import CHUNK_BYTES, PlainFile, open_tensor_file
 from .safetensors_io import DTYPES, bytes_of
-from .tiling import flat_boxes, is_flat
-from .verify import was_replaced
+from .verify import problems_of, was_replaced
+from .write_plan import Shard
 
 # A checkpoint of a thousand ranks has more files than a process may hold open.
 _MAX_OPEN_FILES = 16
@@ -296,3 +310,189 @@ def _cut(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor
     for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[Box]:
+    """Yield boxes that cover ``length`` elements, beginning at ``start``, of the flattened tensor, in order."""
+    if not shape:
+        yield (), ()
+        return
+    row, position, stop = prod(shape[1:]), start, start + length
+    while position < stop:
+        first, inside = divmod(position, row)
+        size = min(row - inside, stop - position)
+        if size < row:
+            for offsets, extent in flat_boxes(shape[1:], inside, size):
+                yield (first, *offsets), (1, *extent)
+        else:
+            count = (stop - position) // row
+            yield (first, *(0,) * len(shape[1:])), (count, *shape[1:])
+            size = count * row
+        position += size
+
+
+# ---- a checkpoint as one dict ---------------------------------------------------------------------------------------
+
+
+@names_arguments
+def weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the model's tensors by name, on the CPU; tied names share one tensor.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or holds no weights.
+    """
+    checkpoint = open_checkpoint(path)
+    if MODEL not in checkpoint.sections:
+        raise CheckpointError(
+            f"{str(path)!r} holds no weights; it holds: {', '.join(checkpoint.sections) or 'nothing'}."
+        )
+    return checkpoint.read_section(MODEL)
+
+
+@names_arguments
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a checkpoint as one dict.
+
+    ``"state_dict"`` holds the model's tensors, ``"optimizer_tensors"`` the optimizers' by parameter, and the other keys
+    hold the remaining saved values, decoded.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    checkpoint = open_checkpoint(path)
+    tensors = {section: checkpoint.read_section(section) for section in checkpoint.sections}
+    document = codec.decode(checkpoint.document, tensors.pop(STATE, {}))
+    found: dict[str, Any] = dict(document) if isinstance(document, dict) else {"document": document}
+    found["state_dict"] = tensors.pop(MODEL, {})
+    for section, content in tensors.items():
+        found[f"{section}_tensors"] = content
+    return found
+
+
+# ---- the same checkpoint on all ranks -------------------------------------------------------------------------------
+
+
+def open_on_all_ranks(world: World, path: object, verified: bool = False) -> Checkpoint:
+    """Verify every byte of a checkpoint and open it on all ranks. Collective.
+
+    The ranks divide the files among them for verification, unless they are already ``verified``.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or a different one on some rank. Raised on all ranks; the
+            message names file and tensor.
+    """
+    checkpoint = on_all_ranks(world, lambda: open_checkpoint(str(path)))
+    every = world.all_gather_object(checkpoint.manifest.checksum)
+    other = next((rank for rank, one in enumerate(every) if one != every[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} is another checkpoint on rank {other} than on rank 0: give a path that all machines "
+            "share, or copy the one checkpoint to each."
+        )
+    if not verified:
+        _verify_together(world, checkpoint)
+    return checkpoint
+
+
+def _verify_together(world: World, checkpoint: Checkpoint) -> None:
+    manifest = checkpoint.manifest
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    mine = problems_of(checkpoint.path, manifest, by_size[world.rank :: world.size])
+    problems = [problem for found in world.all_gather_object(mine) for problem in found]
+    if problems:
+        more = f" That is the first of {len(problems)} problems." if len(problems) > 1 else ""
+        raise CheckpointError(
+            f"checkpoint {str(checkpoint.path)!r} is refused: {problems[0]}{more} Give another one, or "
+            "ckpt_path='auto' for the newest good one of the run."
+        )
+
+
+# ---- tensors of canonical state, from a checkpoint or from memory ---------------------------------------------------
+
+
+class StoredTensor(Protocol):
+    """A full tensor, of which a rank reads the part that it needs, onto the CPU."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the full tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the tensor was saved."""
+
+    def read(self) -> Tensor:
+        """Return the full tensor."""
+
+    def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the box of ``shape`` at ``offsets``."""
+
+    def read_flat(self, start: int, length: int) -> Tensor:
+        """Return ``length`` elements, beginning at ``start``, of the flattened (row-major) tensor, as a 1-d tensor."""
+
+
+class SavedTensor:
+    """A tensor of a checkpoint's section."""
+
+    __slots__ = ("_checkpoint", "_name", "_section")
+
+    def __init__(self, checkpoint: Checkpoint, section: str, name: str) -> None:
+        self._checkpoint, self._section, self._name = checkpoint, section, name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._checkpoint.shape(self._section, self._name))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._checkpoint.dtype(self._section, self._name)
+
+    def read(self) -> Tensor:
+        return self._checkpoint.read(self._section, self._name)
+
+    def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return self._checkpoint.read_slice(self._section, self._name, offsets, shape)
+
+    def read_flat(self, start: int, length: int) -> Tensor:
+        return self._checkpoint.read_flat(self._section, self._name, start, length)
+
+
+class HeldShard:
+    """A piece of a tensor that this rank has in memory, such as the full tensor; only parts of it can be read."""
+
+    __slots__ = ("_shard", "dtype", "shape")
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self.shape, self.dtype = shard.shape, shard.tensor.dtype
+
+    def read(self) -> Tensor:
+        return self.read_slice((0,) * len(self.shape), self.shape)
+
+    def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        piece = self._shard
+        if not prod(shape):
+            return piece.tensor.new_empty(tuple(shape))
+        return _cut(piece.tensor, [start - own for start, own in zip(offsets, piece.offsets, strict=True)], shape)
+
+    def read_flat(self, start: int, length: int) -> Tensor:
+        piece = self._shard
+        # A box of several dims is not a range of the flattened tensor, unless it covers the tensor.
+        assert not length or piece.tensor.dim() == 1 or tuple(piece.tensor.shape) == piece.shape
+        begin = piece.offsets[0] if piece.offsets else 0
+        return piece.tensor.reshape(-1).narrow(0, start - begin if length else 0, length)
+
+
+StoredTensors = Mapping[str, StoredTensor]
+
+
+def read_piece(stored: StoredTensor, shard: Shard) -> Tensor:
+    """Read the piece of a stored tensor that corresponds to a shard."""
+    if is_flat(shard.shape, shard.offsets):
+        return stored.read_flat(shard.offsets[0], shard.tensor.numel())
+    return stored.read_slice(shard.offsets, tuple(shard.tensor.shape))
+
+
+def held(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """Wrap tensors in memory as stored tensors."""
+    return {name: HeldShard(Shard.whole(tensor.detach())) for name, tensor in tensors.items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.errors import ConfigurationError
 from ..core.torch_versions import existing_dtypes
 from ..system.atomic_files import begin_sync, reserve
-from .host_pieces import HostPieces
+from .host_memory import HostPieces
 from .safetensors_header import CHUNK_BYTES, FileRecord, Segment, header_of
 
 # Small enough that little is left for the final sync, large enough for long writes to the disk.

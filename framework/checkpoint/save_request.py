@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import PhalanxError
-from .background_deletion import BackgroundDeletion
+from .deletion import BackgroundDeletion
 
 
 def _nothing(error: PhalanxError | None) -> None: ...

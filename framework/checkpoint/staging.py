@@ -1,6 +1,6 @@
-"""Staging memory for snapshots, so that training can continue while a copy is written.
+"""Asynchronous saves: the memory that state is copied to, and the thread that writes the copy while training continues.
 
-The memory is reused for the next snapshot. The first access to new pages costs ten times as much as the copy, so
+The memory is reused for the next save. The first access to new pages costs ten times as much as the copy, so
 ``reserve`` does it in advance on a thread. Training does not wait for all copies either: optimizer state changes only
 in ``step``, so it is copied during the computation of the next batch. From a GPU it is copied on a separate stream, and
 the device waits for it before the next ``step``; all other copies are queued before later work. The host waits for none
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigurationError, StorageError
 from ..distributed.devices import make_current
+from .host_memory import allocate_pinned
 from .manifest import JSON
-from .staging_memory import allocate_staging
-from .write_plan import Shard, Snapshot, memory_of
+from .write_plan import CheckpointContents, Shard, memory_of
 
 
 class Hold:
@@ -80,7 +80,7 @@ _OPTIMIZER = "optimizer"
 
 
 class Staging:
-    """Host memory that snapshots are copied to, one at a time; pinned if they are copied from a GPU."""
+    """Host memory that the contents of checkpoints are copied to, one at a time; pinned if they are on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,7 +93,7 @@ class Staging:
         self._stream: torch.cuda.Stream | None = None
 
     def reserve(self, size: int) -> None:
-        """Allocate memory for snapshots of about ``size`` bytes, on a thread."""
+        """Allocate memory for about ``size`` bytes, on a thread."""
         if self._reserving is None and size > len(self._memory):
             self._reserving = threading.Thread(target=self._reserve, args=(size,), daemon=True, name="phalanx-reserve")
             self._reserving.start()
@@ -102,7 +102,7 @@ class Staging:
         try:
             # A new thread would open device 0.
             make_current(self._device)
-            memory = allocate_staging(size, self._device)
+            memory = allocate_pinned(size, self._device)
             memory.zero_()
         except (MemoryError, OSError, RuntimeError):
             # The save that needs the memory will raise.
@@ -117,8 +117,10 @@ class Staging:
 
     # A save may run during an evaluation, and tensors created in inference mode cannot be written to later.
     @torch.inference_mode(False)
-    def take(self, snapshot: Snapshot, optimizers: Sequence[Optimizer | None] = (None,)) -> Snapshot:
-        """Return a copy of a snapshot that is valid until the next one is taken; ``finish`` completes it.
+    def take(
+        self, contents: CheckpointContents, optimizers: Sequence[Optimizer | None] = (None,)
+    ) -> CheckpointContents:
+        """Return a copy that is valid until the next one is taken; ``finish`` completes it.
 
         State that only ``step`` of ``optimizers`` changes, which is most of the data, is copied by ``finish``; ``step``
         waits for that. If one of the optimizers is ``None``, everything is copied here.
@@ -127,10 +129,10 @@ class Staging:
             ConfigurationError: a document is not strict JSON.
         """
         self.wait()
-        documents = _frozen(snapshot.document), _frozen(snapshot.rank_document)
+        documents = _frozen(contents.document), _frozen(contents.rank_document)
         pieces = [
             (section, name, shard, memory_of(shard, f"{section}/{name}"))
-            for section, shards in snapshot.sections.items()
+            for section, shards in contents.sections.items()
             for name, shard in shards.items()
         ]
         places: dict[tuple[Any, ...], int] = {}
@@ -142,19 +144,19 @@ class Staging:
         if size > len(self._memory):
             # Free the old memory first: both may not fit.
             self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = allocate_staging(size, self._device)
+            self._memory = allocate_pinned(size, self._device)
         held = self._hold.begin(optimizers)
         if self._device.type == "cuda":
             self._begin_on_device()
         copied: dict[tuple[Any, ...], Tensor] = {}
-        sections: dict[str, dict[str, Shard]] = {section: {} for section in snapshot.sections}
+        sections: dict[str, dict[str, Shard]] = {section: {} for section in contents.sections}
         for section, name, shard, key in pieces:
             if key not in copied:
                 copied[key] = self._copy(shard.tensor.detach(), places[key], held and section == _OPTIMIZER)
             sections[section][name] = Shard(copied[key], shard.shape, shard.offsets)
         if self._stream is not None:
             self._end_on_device(self._stream)
-        return Snapshot(sections, *documents, set(snapshot.buffers), snapshot.left_out)
+        return CheckpointContents(sections, *documents, set(contents.buffers), contents.left_out)
 
     def finish(self) -> None:
         """Make the copies that ``take`` deferred, on any thread, and unblock waiting updates.
@@ -219,3 +221,44 @@ def _frozen(document: JSON) -> JSON:
         return json.loads(json.dumps(document, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"a document is not strict JSON ({error}); pass it through codec.encode.") from error
+
+
+class SaveThread:
+    """A daemon thread that runs ``work`` at once. An exception is not raised there but stored in ``error``.
+
+    Args:
+        work: the task.
+        device: the device of this rank, which the task may use.
+        over: called on that thread at the end.
+    """
+
+    def __init__(self, work: Callable[[], None], device: torch.device, over: Callable[[], None] = lambda: None) -> None:
+        self.error: BaseException | None = None
+        self._device = device
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(work, over), daemon=True, name="phalanx-save")
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the task has ended, at most ``seconds``; return whether it has."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """Ask the task to end soon, as its result is no longer awaited."""
+        self._given_up.set()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether ``give_up`` was called."""
+        return self._given_up.is_set()
+
+    def _run(self, work: Callable[[], None], over: Callable[[], None]) -> None:
+        try:
+            # A new thread would open device 0.
+            make_current(self._device)
+            work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            over()

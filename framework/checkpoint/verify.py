@@ -9,8 +9,7 @@ from typing import TypeAlias
 
 from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError
-from .manifest import Manifest
-from .manifest_file import read_manifest
+from .manifest import Manifest, read_manifest
 from .safetensors_header import CHUNK_BYTES, FileRecord, open_tensor_file, parse_header
 
 _Header: TypeAlias = "dict[str, tuple[str, tuple[int, ...], int, int, str]]"

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError
-from .manifest import JSON, SECTION_NAME, TensorRecord
+from .manifest import JSON, SECTION_NAME, Box, TensorRecord, coverage_problem, is_flat
 from .safetensors_header import RESERVED_NAME
 from .safetensors_io import code_of, size_of
-from .tiling import coverage_problem, is_flat
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Shard:
 
 
 @dataclass
-class Snapshot:
+class CheckpointContents:
     """This rank's contents of a checkpoint.
 
     ``sections`` maps a section (``"model"``, ``"optimizer"``, ``"state"``) to tensors by name. ``document`` is saved
@@ -58,7 +57,8 @@ class Snapshot:
     """Tensors of the model that are not saved, with their fingerprints. Those of rank 0 are used."""
 
 
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+Snapshot = CheckpointContents
+"""The former name, for programs that import it from ``phalanx.checkpoint``."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ Plan: TypeAlias = "dict[str, dict[str, Piece]]"
 Assignment: TypeAlias = "dict[str, dict[str, str | list[tuple[int, Box]]]]"
 
 
-def plan_of(snapshot: Snapshot) -> Plan:
+def plan_of(contents: CheckpointContents) -> Plan:
     """Check this rank's shards and describe them."""
     plan: Plan = {}
-    for section, shards in snapshot.sections.items():
+    for section, shards in contents.sections.items():
         if SECTION_NAME.fullmatch(section) is None:
             raise ConfigurationError(f"section {section!r} must consist of lower-case letters, digits and underscores.")
         pieces = plan.setdefault(section, {})

@@ -14,7 +14,7 @@ rank, whose order ensures durability:
              5. deletes the replaced checkpoint, which has a hidden name at this point.
 
 A process killed before step 3 leaves the previous checkpoint and a hidden directory, which is deleted when the run is
-continued (stale_files.py); killed after it, the new checkpoint; killed between two renames, the previous one under a
+continued (deletion.py); killed after it, the new checkpoint; killed between two renames, the previous one under a
 hidden name, which is then renamed back. A rank that fails does not raise at once, since the others would wait for it:
 failures are gathered in ``begin`` and ``finish``, and raised there on all ranks.
 
@@ -26,29 +26,33 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from ..core.arguments import names_arguments
-from ..core.errors import ConfigurationError, PhalanxError, StorageError
+from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..distributed.world import World
 from ..system.atomic_directories import HiddenDirectory, remove_tree, replace_directory
 from ..system.atomic_files import absolute, storage_error, write_synced
 from ..system.provenance import own_version
-from .background_deletion import BackgroundDeletion
-from .manifest import JSON, MANIFEST, MODEL, Manifest, Part, TensorRecord, dump, parse
-from .manifest_file import is_ours
-from .part_writer import PartWriter, WrittenPart, file_name, total_bytes
+from .deletion import BackgroundDeletion
+from .finite_check import is_finite
+from .host_memory import HostPieces
+from .manifest import JSON, MANIFEST, MODEL, Box, Manifest, Part, TensorRecord, dump, is_ours, parse
 from .retention import link_files
-from .safetensors_io import code_of
-from .save_errors import error_of, gather_or_raise, outcome_of
-from .write_plan import Assignment, Box, Plan, Snapshot, assign, plan_of
+from .safetensors_header import FileRecord, Segment
+from .safetensors_io import StreamedFile, code_of, size_of, write_tensor_file
+from .write_plan import Assignment, CheckpointContents, Plan, assign, plan_of
 
 
 @names_arguments
 def save(
     path: str | os.PathLike[str],
-    snapshot: Snapshot,
+    snapshot: CheckpointContents,
     world: World,
     sharded: bool = False,
     *,
@@ -60,7 +64,7 @@ def save(
     """Write a checkpoint and publish it as ``path``, replacing an existing one. Collective.
 
     With ``sharded`` every rank writes the shards that it holds (if several ranks hold a piece, one of them writes it);
-    otherwise rank 0 writes its own snapshot, which must be full, and only ``rank_document`` of the other ranks is used.
+    otherwise rank 0 writes its own contents, which must be full, and only ``rank_document`` of the other ranks is used.
     The directory must be visible to every rank that writes.
 
     Args:
@@ -74,7 +78,7 @@ def save(
         deletion: deletes the replaced checkpoint on a thread. Default: delete it before returning.
 
     Raises:
-        ConfigurationError: a snapshot cannot be saved, or ``path`` is not a checkpoint. Raised on all ranks.
+        ConfigurationError: the contents cannot be saved, or ``path`` is not a checkpoint. Raised on all ranks.
         NonFiniteError: a weight is NaN or infinite, and ``finite`` is given.
         StorageError: a rank could not write. A previous checkpoint at ``path`` is unchanged.
     """
@@ -89,8 +93,18 @@ def save(
         raise
 
 
+@dataclass
+class _WrittenPart:
+    """A rank's report to rank 0: the files that it wrote, and the positions of its tensors in the file of each
+    section."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    segments: dict[str, dict[str, Segment]] = field(default_factory=dict)
+    nonfinite: str | None = None
+
+
 class Save:
-    """One save in three steps. The tensors of the snapshot must not change between ``begin`` and ``finish``.
+    """One save in three steps. Its tensors must not change between ``begin`` and ``finish``.
 
     ``write`` is not collective, so it may run on a thread while training uses other tensors. Arguments: see ``save``.
     """
@@ -98,7 +112,7 @@ class Save:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        snapshot: Snapshot,
+        snapshot: CheckpointContents,
         world: World,
         sharded: bool = False,
         *,
@@ -110,7 +124,7 @@ class Save:
         # Not resolved: a link at the end of the path is replaced itself, never its target.
         self.path = absolute(path)
         self._also = None if also is None else absolute(also)
-        self._snapshot = snapshot
+        self._contents = snapshot
         self._world = world
         self._sharded = sharded
         self._finite = finite
@@ -120,7 +134,8 @@ class Save:
         self._temporary: Path | None = None
         self._plans: list[Plan] = []
         self._assignment: Assignment = {}
-        self._written = WrittenPart()
+        self._size = 0
+        self._written = _WrittenPart()
         self._failure: Exception | None = None
 
     @property
@@ -137,7 +152,7 @@ class Save:
                     _check_target(target)
                 self._temporary = self._make_hidden(self.path)
             if self._sharded or self._world.is_global_zero:
-                plan = plan_of(self._snapshot)
+                plan = plan_of(self._contents)
             if not self._sharded:
                 # Other ranks do not need a plan if only rank 0 writes.
                 self._plans = [plan]
@@ -162,24 +177,96 @@ class Save:
         return self._hidden[-1].path
 
     def write(self) -> None:
-        """Write and sync this rank's part. A failure is recorded, and raised by ``finish`` on all ranks."""
+        """Write and sync this rank's tensor files. A failure is recorded, and raised by ``finish`` on all ranks."""
         assert self._temporary is not None
-        size, rank = total_bytes(self._assignment, self._plans), self._world.rank
-        part = PartWriter(self.path, self._snapshot, self._assignment, rank, size, self._finite, self._given_up)
-        self._written = part.written
+        self._size = _total_bytes(self._assignment, self._plans)
         try:
             if self._deletion is not None and self._world.is_global_zero:
                 # Waiting is better than a full disk: if space is needed, pending deletions of old checkpoints finish
                 # first.
-                self._deletion.make_room(self._temporary, size)
-            part.write(self._temporary)
+                self._deletion.make_room(self._temporary, self._size)
+            self._write_files(self._temporary)
         except Exception as error:
             self._failure = error
+
+    def _write_files(self, directory: Path) -> None:
+        """Write and sync the boxes that are assigned to this rank.
+
+        Raises:
+            NonFiniteError: a weight is NaN or infinite, and ``finite`` was given.
+            StorageError: a file could not be written, or the save was given up.
+        """
+        on_host = HostPieces(self._size)
+        files: list[StreamedFile] = []
+        try:
+            for section, tensors in self._assignment.items():
+                self._write_section(directory, section, tensors, files, on_host)
+            # Sync all files at the end: the disk then writes the first files while the others are being produced.
+            for file in files:
+                try:
+                    file.sync()
+                except OSError as error:
+                    raise self._not_written(file.path, error) from error
+        finally:
+            for file in files:
+                file.close()
+
+    def _write_section(
+        self,
+        directory: Path,
+        section: str,
+        tensors: Mapping[str, str | list[tuple[int, Box]]],
+        files: list[StreamedFile],
+        on_host: HostPieces,
+    ) -> None:
+        shards, own_rank = self._contents.sections.get(section, {}), self._world.rank
+        own = [
+            (name, shards[name].tensor.dtype, box[1])
+            for name, writers in tensors.items()
+            if not isinstance(writers, str)
+            for rank, box in writers
+            if rank == own_rank
+        ]
+        # Rank 0 writes a file even for a section without tensors, so that the section exists when read.
+        if not own and not (own_rank == 0 and not tensors):
+            return
+
+        def check(name: str, chunk: Tensor) -> None:
+            if section == MODEL and name not in self._contents.buffers:
+                self._check_finite(name, chunk)
+            if self._given_up is not None and self._given_up():
+                raise StorageError("the save was given up, as the run ended before it was written.")
+
+        path = directory / _file_name(section, own_rank)
+        try:
+            record, segments = write_tensor_file(path, own, lambda name: shards[name].tensor, check, files, on_host)
+        except OSError as error:
+            raise self._not_written(path, error) from error
+        self._written.files[path.name] = record
+        self._written.segments[section] = segments
+
+    def _check_finite(self, name: str, chunk: Tensor) -> None:
+        if self._written.nonfinite is not None or is_finite(chunk):
+            return
+        self._written.nonfinite = name
+        if self._finite is not None:
+            raise NonFiniteError(
+                f"{name} is not finite {self._finite}, so {self.path.name} was not saved: "
+                "resume from the last good checkpoint with a lower learning rate or with gradient clipping."
+            )
+
+    def _not_written(self, path: Path, error: OSError) -> StorageError:
+        """Build the error for a file that could not be written; it names the bytes of the whole checkpoint."""
+        # Files written so far are useless, and would reduce the free bytes in the message.
+        for name in [*self._written.files, path.name]:
+            with contextlib.suppress(OSError):
+                (path.parent / name).unlink()
+        return storage_error("writing", path, error, self._size)
 
     def finish(self) -> Path:
         """Gather the outcomes, write the manifest and publish. Collective. Raises as ``save``."""
         failure = self._failure
-        outcome = (outcome_of(failure, self.path), self._written, self._snapshot.rank_document)
+        outcome = (outcome_of(failure, self.path), self._written, self._contents.rank_document)
         with self._discarding():
             gathered = self._world.gather_object(outcome)
         refusal: PhalanxError | None = None
@@ -198,7 +285,7 @@ class Save:
             raise refusal from failure
         return self.path
 
-    def _publish(self, written: list[WrittenPart], rank_documents: list[JSON]) -> None:
+    def _publish(self, written: list[_WrittenPart], rank_documents: list[JSON]) -> None:
         """Publish the hidden directory, which contains every rank's synced files, as the checkpoint. Only on rank 0."""
         assert self._temporary is not None
         data, files = self._manifest_bytes(written, rank_documents)
@@ -221,7 +308,7 @@ class Save:
             replace_directory(second, self._also, discard)
         self._release()
 
-    def _manifest_bytes(self, written: list[WrittenPart], rank_documents: list[JSON]) -> tuple[bytes, dict[str, int]]:
+    def _manifest_bytes(self, written: list[_WrittenPart], rank_documents: list[JSON]) -> tuple[bytes, dict[str, int]]:
         """Return the manifest, and the size of every file that it names."""
         manifest = self._manifest(written, rank_documents)
         try:
@@ -235,18 +322,18 @@ class Save:
             raise ConfigurationError("the document has keys that are not strings; pass it through codec.encode.")
         return data, {name: record.size for name, record in manifest.files.items()}
 
-    def _manifest(self, written: list[WrittenPart], rank_documents: list[JSON]) -> Manifest:
+    def _manifest(self, written: list[_WrittenPart], rank_documents: list[JSON]) -> Manifest:
         sections: dict[str, dict[str, TensorRecord | str]] = {}
         for section, tensors in self._assignment.items():
             records = sections.setdefault(section, {})
             for name, writers in tensors.items():
                 records[name] = writers if isinstance(writers, str) else self._record(section, name, writers, written)
-        if self._snapshot.left_out:
-            sections.setdefault(MODEL, {}).update(self._snapshot.left_out)
+        if self._contents.left_out:
+            sections.setdefault(MODEL, {}).update(self._contents.left_out)
         return Manifest(
             sections=sections,
             files={name: record for part in written for name, record in part.files.items()},
-            document=self._snapshot.document,
+            document=self._contents.document,
             rank_documents=rank_documents,
             nonfinite=next((part.nonfinite for part in written if part.nonfinite is not None), None),
             sharded=self._sharded,
@@ -256,13 +343,13 @@ class Save:
         )
 
     def _record(
-        self, section: str, name: str, writers: list[tuple[int, Box]], written: list[WrittenPart]
+        self, section: str, name: str, writers: list[tuple[int, Box]], written: list[_WrittenPart]
     ) -> TensorRecord:
         piece = self._plans[writers[0][0]][section][name]
         parts = []
         for rank, (offsets, shape) in writers:
             segment = written[rank].segments[section][name]
-            parts.append(Part(file_name(section, rank), segment.start, offsets, shape, segment.xxh3_64))
+            parts.append(Part(_file_name(section, rank), segment.start, offsets, shape, segment.xxh3_64))
         return TensorRecord(code_of(piece.dtype, name), piece.shape, tuple(parts))
 
     @contextlib.contextmanager
@@ -293,3 +380,83 @@ def _check_target(target: Path) -> None:
         raise ConfigurationError(
             f"{str(target)!r} exists and is not a checkpoint of phalanx; it is not replaced. Choose another name."
         )
+
+
+def _file_name(section: str, rank: int) -> str:
+    """Return the name of a rank's file of a section."""
+    return f"{section}-{rank:05d}.safetensors"
+
+
+def _total_bytes(assignment: Assignment, plans: list[Plan]) -> int:
+    """Return the total size in bytes of the tensors that all ranks write."""
+    return sum(
+        size_of(box[1], plans[rank][section][name].dtype)
+        for section, tensors in assignment.items()
+        for name, writers in tensors.items()
+        if not isinstance(writers, str)
+        for rank, box in writers
+    )
+
+
+# ---- outcomes of ranks, by which all raise the same error or none does ----------------------------------------------
+
+
+Outcome: TypeAlias = "tuple[str, str] | None"
+"""A failure as it is sent to the other ranks: its kind and message. None for success."""
+
+_KINDS: dict[str, type[PhalanxError]] = {
+    kind.__name__: kind for kind in (ConfigurationError, NonFiniteError, StorageError)
+}
+
+
+def outcome_of(failure: Exception | None, path: Path) -> Outcome:
+    """Describe a failure that occurred while ``path`` was written; None for None."""
+    if failure is None:
+        return None
+    if isinstance(failure, OSError) and not isinstance(failure, PhalanxError):
+        failure = storage_error("writing", path, failure)
+    for name, kind in _KINDS.items():
+        if isinstance(failure, kind):
+            return name, str(failure)
+    return StorageError.__name__, f"{type(failure).__name__}: {failure}"
+
+
+def error_of(outcomes: Sequence[Outcome], what: str, size: int) -> PhalanxError | None:
+    """Return the error that all ranks raise, that of the first rank that failed; None if no rank failed.
+
+    Args:
+        outcomes: the outcome of each rank, in order.
+        what: the beginning of the message.
+        size: the number of ranks; the message names the rank if there are several.
+    """
+    for rank, outcome in enumerate(outcomes):
+        if outcome is not None:
+            kind, message = outcome
+            if kind == NonFiniteError.__name__:
+                return NonFiniteError(message)
+            where = f"rank {rank}: " if size > 1 else ""
+            return _KINDS[kind](f"{what}: {where}{message}")
+    return None
+
+
+def gather_or_raise(world: World, failure: Exception | None, path: Path, what: str, payload: Any = None) -> list[Any]:
+    """Gather each rank's payload; raise on all ranks if one failed. Collective.
+
+    Args:
+        world: the ranks.
+        failure: the failure of this rank, if any.
+        path: the file or directory that was being written.
+        what: the beginning of the message.
+        payload: the object of this rank, which must be picklable.
+
+    Returns:
+        The payloads of all ranks, in order.
+
+    Raises:
+        PhalanxError: the error of the first rank that failed.
+    """
+    gathered = world.all_gather_object((outcome_of(failure, path), payload))
+    error = error_of([outcome for outcome, _ in gathered], what, world.size)
+    if error is not None:
+        raise error from failure
+    return [payload for _, payload in gathered]

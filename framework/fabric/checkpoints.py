@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint import decode, held, save
-from ..checkpoint.open_on_all_ranks import open_on_all_ranks
+from ..checkpoint.reader import open_on_all_ranks
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.wording import a_type, counted
 from ..distributed.collective_errors import on_all_ranks

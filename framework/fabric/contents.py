@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ..checkpoint.codec import encode, encode_inline
-from ..checkpoint.write_plan import Shard, Snapshot
+from ..checkpoint.write_plan import CheckpointContents, Shard
 from ..core.errors import ConfigurationError, unknown
 from ..distributed.world import World
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.parameter_names import buffer_names, names_of
 from ..parallel.strategy import Strategy
-from ..state.class_hyperparameters import class_names
-from ..state.module_state import encode_known, extra_state, model_state
+from ..state.hyperparameters import class_names, encode_known
+from ..state.module_state import extra_state, model_state
 from ..state.optimizer_state import optimizer_state, whole
 from .module import engine_of, unwrap
 from .objects import Engine, FabricOptimizer, FabricScheduler
@@ -129,7 +129,7 @@ def snapshot_of(
     filter: Filter,
     rank_state: Any,
     is_global_zero: bool,
-) -> Snapshot:
+) -> CheckpointContents:
     """Return the snapshot that a checkpoint is written from. Collective.
 
     Args:
@@ -157,7 +157,7 @@ def snapshot_of(
     only = next(iter(contents.modules.values())) if len(contents.modules) == 1 else None
     given = dict(getattr(only, "hparams", None) or {})
     hparams, _ = encode_known(given)
-    return Snapshot(
+    return CheckpointContents(
         sections={
             "model": shards,
             "optimizer": {name: shard for _, each in states for name, shard in each.items()},

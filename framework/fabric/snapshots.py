@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.listing import newest_good
+from ..checkpoint import newest_good
 from ..checkpoint.snapshot_slots import AUTO, Slots, SnapshotInterval
 from ..core.errors import ConfigurationError, StorageError
 from ..core.wording import a_type

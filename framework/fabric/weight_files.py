@@ -6,11 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..checkpoint.consolidate import section_tensors
 from ..checkpoint.manifest import MODEL
 from ..checkpoint.reader import open_checkpoint
-from ..checkpoint.safetensors_export import PlainTensors
-from ..pretrained.publish import publish_folder, write_weight_files
+from ..checkpoint.safetensors_export import PlainTensors, section_tensors
+from ..pretrained.saving import publish_folder, write_weight_files
 from ..pretrained.weight_folder import open_weights
 from ..system.atomic_directories import remove_tree
 from ..system.atomic_files import hidden_sibling, make_directory

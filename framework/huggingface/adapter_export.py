@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.reader import held
 from ..checkpoint.safetensors_export import PlainTensors, write_plain
-from ..checkpoint.stored_tensor import held
 from ..checkpoint.write_plan import Shard
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, unknown
@@ -25,7 +25,7 @@ from ..parallel.blocks import replace_method
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.meta_device import held_state
 from ..parallel.parameter_names import canonical_names, tied_names
-from ..pretrained.publish import publish_folder, sync_files
+from ..pretrained.saving import publish_folder, sync_files
 from ..resume.capture import live_weights
 from ..system.atomic_directories import remove_tree
 from ..system.atomic_files import absolute, hidden_sibling, make_directory, refuse_existing

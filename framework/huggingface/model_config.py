@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..core.errors import ConfigurationError, unknown
-from ..pretrained.generation import stored_generation_config
+from ..pretrained.transformers_models import stored_generation_config
 
 TASKS = {
     "causal-lm": "AutoModelForCausalLM",

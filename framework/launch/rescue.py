@@ -6,9 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from ..checkpoint.listing import furthest, newest_complete
-from ..checkpoint.manifest import Manifest, run_of
-from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint.inspection import furthest, newest_complete
+from ..checkpoint.manifest import Manifest, read_manifest, run_of
 from ..checkpoint.retention import link_files
 from ..core.errors import PhalanxError
 from ..system.atomic_directories import HiddenDirectory, replace_directory

@@ -24,7 +24,7 @@ from ..parallel.parameter_names import canonical_names
 from ..parallel.sync_batch_norm import is_collective
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
-from ..state.weight_average import Average
+from ..state.weight_averages import Average
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..core.precision import Precision
-from .formulas import Layout, ModelSize, shard_of
-from .ranks import Ranks
+from .formulas import Layout, ModelSize, Ranks, shard_of
 
 # Bytes that a rank sends for each byte of the full tensors, times (W - 1) / W, in a ring of W ranks.
 _PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}

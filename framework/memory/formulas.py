@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from ..core.degrees import Degrees
 from ..core.precision import Precision
-from .ranks import Ranks
 
 Place = Literal["device", "host", "disk"]
 
@@ -37,6 +37,21 @@ _SUB_GROUPS = 16
 # Buffers of DeepSpeed's swapper in host memory: of a sub-group's size for optimizer state, and for parameters.
 _STATE_BUFFERS = 4
 _PARAMETER_BUFFERS = 5
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The number of ranks, how many of them are on a node (None: all), and the degrees that were given."""
+
+    world_size: int = 1
+    local_size: int | None = None
+    degrees: Degrees = field(default_factory=Degrees)
+
+    @property
+    def replicas(self) -> int:
+        """The ranks over which replicas average gradients, without a split of their state."""
+        laid_out = self.degrees.lay_out(self.world_size)
+        return self.world_size // laid_out.tp // laid_out.pp
 
 
 @dataclass(frozen=True)

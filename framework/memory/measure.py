@@ -1,7 +1,7 @@
 """Measures a model for a memory plan, on copies, so that the user's module stays unchanged.
 
 - Sizes come from the shapes of a copy whose parameters have no data.
-- Optimizer state comes from a step on parameters without data.
+- Optimizer state comes from a step on parameters without data; the temporary memory of an update from its settings.
 - Activations come from running a micro-batch: on a copy with data if that fits into memory, else on fake tensors, which
   have shapes but no data.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,6 @@ from ..core.quantized_state import is_quantized, parts_of
 from ..core.split_optimizer import optimizers_in
 from ..parallel.blocks import repeated_blocks
 from .formulas import ModelSize
-from .update_memory import update_bytes
 
 # The number of views between a parameter and its cast that are followed.
 _STEPS_TO_A_CAST = 4
@@ -69,7 +68,7 @@ def copied(module: TrainModule, convert: Callable[[Tensor], Tensor]) -> TrainMod
     return copy.deepcopy(module, memo)
 
 
-# ---- sizes --------------------------------------------------------------------------------------------------------
+# ---- sizes ----------------------------------------------------------------------------------------------------------
 
 
 def size_of(module: nn.Module) -> ModelSize:
@@ -173,7 +172,37 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
     return alone
 
 
-# ---- activations --------------------------------------------------------------------------------------------------
+# ---- temporary memory of an update ----------------------------------------------------------------------------------
+# Torch's default on CUDA, ``foreach``, updates all parameters of a group at once and holds intermediate results of the
+# group's size. Fused kernels hold none, and a loop over the parameters those of one parameter.
+
+
+def update_bytes(optimizers: Iterable[Optimizer], device_type: str) -> int:
+    """Return the bytes of the largest update of one parameter group: groups are updated one after the other."""
+    return max((_of_group(each, group, device_type) for each in optimizers for group in each.param_groups), default=0)
+
+
+def _of_group(optimizer: Optimizer, group: dict[str, Any], device_type: str) -> int:
+    # The default is foreach on CUDA unless `differentiable`; other optimizers have no such setting.
+    foreach = group.get("foreach", False)
+    if foreach is None:
+        foreach = device_type == "cuda" and not group.get("differentiable")
+    if not foreach or group.get("fused"):
+        return 0
+    size: int = sum(each.numel() * each.element_size() for each in group["params"] if each.requires_grad)
+    return _copies(optimizer, group) * size
+
+
+def _copies(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """Return how many results of the size of the gradients exist at a time."""
+    if isinstance(optimizer, torch.optim.SGD):
+        # It works in place, but copies gradients to add the weight decay or to change their sign.
+        return int(bool(group.get("weight_decay") or group.get("maximize")))
+    # Such a copy, which is dropped again, and after it a root of the second moments or the like.
+    return 1
+
+
+# ---- activations ----------------------------------------------------------------------------------------------------
 
 
 def measure_with_data(

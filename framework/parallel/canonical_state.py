@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.stored_tensor import StoredTensors
+from ..checkpoint.reader import StoredTensors
 from ..checkpoint.write_plan import Shard
 from ..core.arguments import NoArguments
 from ..core.optimizer_config import parameters_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..checkpoint.tiling import is_flat
+from ..checkpoint.manifest import is_flat
 from ..checkpoint.write_plan import Shard
 from ..distributed.world import World
 

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import nn
 
-from ..checkpoint.stored_tensor import StoredTensor
+from ..checkpoint.reader import StoredTensor
 from ..core.errors import CheckpointError
 from ..core.registry import STRATEGIES
 from ..distributed.collective_errors import on_all_ranks, on_rank_zero
@@ -25,7 +25,6 @@ from ..parallel.strategy import Strategy
 from ..parallel.supplied import is_supplying, supply
 from ..state.module_state import Shapes, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_names, refuse
-from .fingerprint import fingerprint_of
 from .request import PretrainedRequest, Target, initialize_rest, places_of, tensor_at
 from .transformers_models import (
     empty_tensors,
@@ -34,7 +33,7 @@ from .transformers_models import (
     is_unneeded,
     names_in_model,
 )
-from .weight_folder import Weights, open_weights
+from .weight_folder import Weights, fingerprint_of, open_weights
 
 _ADVICE = "Give weights of this architecture, or strict=False to load only what matches."
 _RESIZE = (

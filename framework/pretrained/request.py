@@ -12,8 +12,7 @@ from ..core.errors import ConfigurationError, unknown
 from ..parallel.meta_device import tensors_of
 from ..parallel.parameter_names import canonical_names, state_tensors
 from ..parallel.supplied import has_supplied_values
-from .generation import use_generation_config
-from .transformers_models import initialize_missing, transformers_models
+from .transformers_models import initialize_missing, transformers_models, use_generation_config
 
 Place = tuple[nn.Module, str]
 """The module that owns a tensor, and the tensor's key there."""

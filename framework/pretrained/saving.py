@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.consolidate import AVERAGES, section_tensors
-from ..checkpoint.manifest import MANIFEST, MODEL
-from ..checkpoint.reader import open_checkpoint
-from ..checkpoint.safetensors_export import PlainTensors, target_dtype
-from ..checkpoint.stored_tensor import HeldShard, StoredTensor
-from ..checkpoint.write_plan import Shard, Snapshot
+from ..checkpoint.manifest import AVERAGES, MANIFEST, MODEL
+from ..checkpoint.reader import HeldShard, StoredTensor, open_checkpoint
+from ..checkpoint.safetensors_export import PlainTensors, section_tensors, target_dtype, write_plain
+from ..checkpoint.write_plan import CheckpointContents, Shard
 from ..checkpoint.writer import save
 from ..core.errors import ConfigurationError, StorageError, unknown
 from ..core.size_text import size_in_bytes
@@ -30,12 +29,11 @@ from ..distributed.collective_errors import on_all_ranks, on_rank_zero
 from ..distributed.world import World
 from ..parallel.meta_device import check_held
 from ..parallel.parameter_names import canonical_names, state_tensors
-from ..system.atomic_directories import remove_tree
-from ..system.atomic_files import absolute, hidden_sibling, make_directory, storage_error
-from .peft_layers import has_adapters
-from .publish import publish_folder, sync_files, write_weight_files
+from ..system.atomic_directories import remove_tree, replace_directory
+from ..system.atomic_files import absolute, hidden_sibling, make_directory, storage_error, sync_directory
 from .request import places_of, tensor_at
 from .transformers_models import is_transformers_model, names_in_model, transformers_models
+from .weight_folder import INDEX, SINGLE
 
 Sections = Mapping[str, Mapping[str, Shard]]
 
@@ -103,7 +101,7 @@ def save_folder(world: World, root: nn.Module, sections: Sections, sharded: bool
         tensors: dict[str, StoredTensor] = {name: HeldShard(shard) for name, shard in shards.items()}
         return on_rank_zero(world, lambda: _write(order, model, names, tensors))
     draft = on_rank_zero(world, lambda: hidden_sibling(order.directory, "tmp"))
-    save(draft, Snapshot(chosen), world, sharded=True)
+    save(draft, CheckpointContents(chosen), world, sharded=True)
 
     def collect() -> Path:
         try:
@@ -260,3 +258,87 @@ def _write_documents(model: Any, plain: PlainTensors, tokenizer: Any, folder: Pa
             ) from error
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+# ---- files of a folder, and their publication -----------------------------------------------------------------------
+
+
+def write_weight_files(tensors: PlainTensors, folder: Path, max_shard_size: int | str) -> None:
+    """Write ``model.safetensors``, or shards and an index, into a folder that has no such files.
+
+    Raises:
+        ConfigurationError: ``max_shard_size`` is not a size, or a number does not fit into the dtype.
+        StorageError: a file cannot be written.
+    """
+    shards = write_plain(tensors, folder / ".shards", max_shard_size)
+    files = sorted(shards.glob("*.safetensors"))
+    if len(files) == 1:
+        os.replace(files[0], folder / SINGLE)
+        (shards / INDEX).unlink()
+    else:
+        for path in (*files, shards / INDEX):
+            os.replace(path, folder / path.name)
+    shards.rmdir()
+
+
+def sync_files(folder: Path) -> None:
+    """Sync the files in a folder that another library has written."""
+    for path in folder.iterdir():
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def publish_folder(finished: Path, folder: Path) -> None:
+    """Give a finished folder, whose files are synced, its name.
+
+    If the folder exists, its files are replaced one by one, the index last; then weight files of a model that are not
+    needed any more are removed. Its other files stay. Until then the folder cannot be opened, unless one file holds all
+    weights before and after.
+    """
+    if not os.path.lexists(folder):
+        replace_directory(finished, folder)
+        return
+    names = sorted((path.name for path in finished.iterdir()), key=lambda name: (name == INDEX, name))
+    has_model = INDEX in names or SINGLE in names
+    if INDEX in names or (has_model and (folder / INDEX).exists()):
+        # If the process is killed in between, shards of two models must not be opened as one.
+        for name in (INDEX, SINGLE):
+            (folder / name).unlink(missing_ok=True)
+        sync_directory(folder)
+    for name in names:
+        os.replace(finished / name, folder / name)
+    for path in folder.glob("model-*-of-*.safetensors") if has_model else ():
+        if path.name not in names:
+            path.unlink(missing_ok=True)
+    sync_directory(folder)
+    finished.rmdir()
+
+
+# ---- adapters of peft, which is imported only where one of its models exists already --------------------------------
+
+
+def has_adapters(root: nn.Module, model: nn.Module) -> bool:
+    """Whether peft changes what a model computes.
+
+    Args:
+        root: a module that contains the model. Adapters that add inputs have no layers in the model, but are in the
+            ``peft.PeftModel`` around it.
+        model: the model.
+    """
+    library, layers = sys.modules.get("peft.peft_model"), _layer_classes()
+    if library is not None:
+        # Around a merged model there may still be one whose layers are gone.
+        around = (part for part in root.modules() if isinstance(part, library.PeftModel) and _adds_inputs(part))
+        if any(inner is model for part in around for inner in part.modules()):
+            return True
+    return any(isinstance(part, layers) for part in model.modules())
+
+
+def _adds_inputs(model: Any) -> bool:
+    return any(one.is_prompt_learning or one.is_adaption_prompt for one in model.peft_config.values())
+
+
+def _layer_classes() -> tuple[type, ...]:
+    homes = {"peft.tuners.tuners_utils": "BaseTunerLayer", "peft.utils.other": "AuxiliaryTrainingWrapper"}
+    return tuple(getattr(sys.modules[home], name) for home, name in homes.items() if home in sys.modules)

@@ -1,4 +1,4 @@
-"""The rules of transformers for its models: names in files, and values of tensors that no file holds.
+"""The rules of transformers for its models: names in files, values of tensors that no file holds, and generation.
 
 transformers itself is imported only where one of its models exists already. The functions that it uses in
 ``from_pretrained`` are called here, so that the same files load in the same way.
@@ -6,9 +6,11 @@ transformers itself is imported only where one of its models exists already. The
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,3 +128,46 @@ def initialize_missing(model: Any, lacking: set[int]) -> None:
     model.initialize_weights()
     for tensor in kept:
         delattr(tensor, _FLAG)
+
+
+# ---- the settings with which a model generates ----------------------------------------------------------------------
+
+
+_GENERATION, _OLDER_GENERATION = "generation_config.json", "config.json"
+
+
+def use_generation_config(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Let a model generate as one of ``from_pretrained`` does, with the settings of the folder that its weights are of.
+
+    Without effect if the model does not generate, or if ``path`` is not a folder of transformers.
+
+    Raises:
+        CheckpointError: the settings cannot be read.
+    """
+    if not is_transformers_model(model):
+        return
+    generator: Any = model
+    found = stored_generation_config(path) if generator.can_generate() else None
+    if found is not None:
+        generator.generation_config = found
+
+
+def stored_generation_config(path: str | os.PathLike[str]) -> Any:
+    """Return the ``GenerationConfig`` of a folder; None if it has none.
+
+    Older folders have its values in ``config.json``.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    folder = Path(path)
+    file = next((name for name in (_GENERATION, _OLDER_GENERATION) if (folder / name).is_file()), None)
+    if file is None:
+        return None
+    from transformers import GenerationConfig
+
+    options: dict[str, Any] = {} if file == _GENERATION else {"_from_model_config": True}
+    try:
+        return GenerationConfig.from_pretrained(folder, config_file_name=file, local_files_only=True, **options)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder / file} cannot be read: {error}") from error

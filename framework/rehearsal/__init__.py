@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
-    from .one_rank import Part as Part, rehearse as rehearse
-    from .time_limit import TimeLimit as TimeLimit
+    from .one_rank import Part as Part, TimeLimit as TimeLimit, rehearse as rehearse
 
-__getattr__ = on_call(__name__, {".one_rank": "Part rehearse", ".time_limit": "TimeLimit"})
+__getattr__ = on_call(__name__, {".one_rank": "Part TimeLimit rehearse"})

@@ -12,6 +12,7 @@ Optimizer state and the gradients of the step before are there, by an update wit
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..api.contracts import TrainerView
@@ -44,8 +46,7 @@ from ..parallel.strategy import StepFunction, Strategy
 from ..run.overrides import batch_transfer
 from ..window.passes import Passes
 from .absent_ranks import absent_ranks
-from .collectives import summed
-from .recorder import Phase, Recorder
+from .recorder import Phase, Recorder, summed
 
 # Windows of more micro-batches are computed from shorter ones.
 _MOST_PASSES = 5
@@ -295,3 +296,20 @@ def _loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise ConfigurationError("training_step returned None for the first batch.")
     return loss
+
+
+class TimeLimit(TorchFunctionMode):
+    """Context in which functions of torch raise ``TimeoutError`` once a number of seconds have passed.
+
+    A loop that waits for a value may never end in a rehearsal, where all values are 1.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"it takes more than {self._seconds:.0f} seconds")
+        return func(*args, **(kwargs or {}))

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.listing import candidates, furthest
-from ..checkpoint.manifest import run_of
-from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint.inspection import candidates, furthest
+from ..checkpoint.manifest import read_manifest, run_of
 from ..core.data_spans import Span, as_json, from_json
 from ..core.errors import CheckpointError, StorageError
 from ..system.atomic_files import storage_error, write_text

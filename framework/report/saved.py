@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.inspect_manifest import best_recorded, inspection_of, kind_of, monitored
-from ..checkpoint.listing import candidates
-from ..checkpoint.manifest import MANIFEST, Manifest
-from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint.inspection import best_recorded, candidates, inspection_of, kind_of, monitored
+from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..checkpoint.verify import first_incomplete
 from ..core.errors import CheckpointError, PhalanxError
 from .run_files import RunFiles

@@ -14,16 +14,15 @@ from typing import Any
 from torch import Tensor
 
 from ..checkpoint.codec import encode
-from ..checkpoint.consolidate import AVERAGES
-from ..checkpoint.manifest import JSON
-from ..checkpoint.write_plan import Shard, Snapshot
+from ..checkpoint.manifest import AVERAGES, JSON
+from ..checkpoint.write_plan import CheckpointContents, Shard
 from ..core.data_spans import as_json
 from ..core.progress import Progress
 from ..data.accumulation_window import Windows
 from ..parallel.parameter_names import buffer_names, names_of
 from ..run.run import Run
-from ..state.class_hyperparameters import class_names
-from ..state.module_state import encode_known, extra_state, model_state
+from ..state.hyperparameters import class_names, encode_known
+from ..state.module_state import extra_state, model_state
 from ..state.optimizer_state import Group, optimizer_state, whole
 from ..state.user_entries import UserEntries
 from .rank_state import capture_rank
@@ -38,7 +37,7 @@ def live_weights(run: Run) -> dict[str, Shard]:
     return run.averages.with_live(model_state(run.strategy, run.module))
 
 
-def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:
+def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> CheckpointContents:
     """Return the content of a checkpoint; with ``weights_only`` only the model and its hyperparameters. Collective."""
     state = RunState(run)
     if weights_only:
@@ -121,14 +120,14 @@ class RunState:
         copies = {name: replace(model[name], tensor=buffers[name]) for name in buffers.keys() & model.keys()}
         self._sections["model"] = {**model, **copies}
 
-    def weights(self) -> Snapshot:
+    def weights(self) -> CheckpointContents:
         """Return a snapshot of the model and its hyperparameters."""
         document, sections = {**self._document, "weights_only": True}, dict(self._sections)
         if extra := extra_state(self.holders.module):
             document["state"], sections["state"] = self.holders.encoded({"extra": extra})
-        return Snapshot(sections, document, buffers=self._buffers, left_out=self._unsaved)
+        return CheckpointContents(sections, document, buffers=self._buffers, left_out=self._unsaved)
 
-    def training(self) -> Snapshot:
+    def training(self) -> CheckpointContents:
         """Return a snapshot of the entire state except that of this rank alone; calls ``on_save_checkpoint``."""
         user = UserEntries("on_save_checkpoint")
         for hook in self._user_hooks:
@@ -140,7 +139,7 @@ class RunState:
         sections = {**self._sections, "optimizer": self._optimizers, "state": tensors}
         if self._weights_of_training:
             sections[AVERAGES] = {**sections.get(AVERAGES, {}), **self._weights_of_training}
-        return Snapshot(sections, document, buffers=self._buffers, left_out=self._unsaved)
+        return CheckpointContents(sections, document, buffers=self._buffers, left_out=self._unsaved)
 
 
 class StateHolders:

@@ -19,10 +19,10 @@ from math import prod
 from torch.optim import Optimizer
 
 from ..checkpoint import save
-from ..checkpoint.background_deletion import Background, BackgroundDeletion
+from ..checkpoint.deletion import BackgroundDeletion
 from ..checkpoint.save_request import SaveRequest
-from ..checkpoint.staging import Staging
-from ..checkpoint.write_plan import Snapshot
+from ..checkpoint.staging import SaveThread, Staging
+from ..checkpoint.write_plan import CheckpointContents
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..core.split_optimizer import optimizers_in
 from ..data.accumulation_window import Windows
@@ -58,7 +58,7 @@ class _Pending:
 
     number: int
     request: SaveRequest
-    work: Background
+    work: SaveThread
     notes: list[str] = field(default_factory=list)
 
 
@@ -214,7 +214,7 @@ class Saver:
             self._apart.close()
         self._apart = None
 
-    def _write_behind(self, request: SaveRequest, snapshot: Snapshot) -> None:
+    def _write_behind(self, request: SaveRequest, snapshot: CheckpointContents) -> None:
         self.prepare()
         run, apart = self._run, self._apart
         assert apart is not None
@@ -223,10 +223,10 @@ class Saver:
             snapshot = self._staging.take(snapshot, [state.stepping_optimizer(one) for one in run.optimizers])
         else:
             # Rank 0 writes for all ranks. This rank needs no copy of its state, which training may change now.
-            snapshot = self._staging.take(Snapshot({}, None, snapshot.rank_document))
+            snapshot = self._staging.take(CheckpointContents({}, None, snapshot.rank_document))
         self._number += 1
         number, notes = self._number, list[str]()
-        work: Background | None = None
+        work: SaveThread | None = None
 
         def write() -> None:
             self._staging.finish()
@@ -237,13 +237,13 @@ class Saver:
             if run.world.is_global_zero:
                 run.triggers.post(Signal.SAVE_DONE, number)
 
-        work = Background(write, run.world.device, over)
+        work = SaveThread(write, run.world.device, over)
         self._pending = _Pending(number, request, work, notes)
 
     def _write(
         self,
         request: SaveRequest,
-        snapshot: Snapshot,
+        snapshot: CheckpointContents,
         world: World,
         notes: list[str],
         given_up: Callable[[], bool],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..checkpoint import save
-from ..checkpoint.write_plan import Snapshot
+from ..checkpoint.write_plan import CheckpointContents
 from ..core.errors import ConfigurationError, PhalanxError
 from ..data.accumulation_window import Windows
 from ..distributed.collective_errors import on_all_ranks
@@ -72,7 +72,7 @@ class EndedFit:
             StorageError: on all ranks; the checkpoint could not be written.
         """
 
-        def snapshot() -> Snapshot:
+        def snapshot() -> CheckpointContents:
             if self._refusal is not None:
                 raise self._refusal
             assert self._state is not None

@@ -9,12 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoint.consolidate import section_tensors
 from ..checkpoint.manifest import MODEL
-from ..checkpoint.reader import open_checkpoint
-from ..checkpoint.safetensors_export import PlainTensors, check_target, target_dtype, write_plain
-from ..checkpoint.stored_tensor import HeldShard, StoredTensor, held
-from ..checkpoint.write_plan import Snapshot
+from ..checkpoint.reader import HeldShard, StoredTensor, held, open_checkpoint
+from ..checkpoint.safetensors_export import PlainTensors, check_target, section_tensors, target_dtype, write_plain
+from ..checkpoint.write_plan import CheckpointContents
 from ..checkpoint.writer import save
 from ..core.errors import StorageError
 from ..core.size_text import size_in_bytes
@@ -62,7 +60,7 @@ def export_run(run: Run, path: Path, dtype: Dtype, max_shard_size: Size) -> Path
         return hidden_sibling(path, "tmp")
 
     draft = on_rank_zero(world, draft_name)
-    save(draft, Snapshot({MODEL: shards}), world, sharded=True)
+    save(draft, CheckpointContents({MODEL: shards}), world, sharded=True)
 
     def gather() -> Path:
         try:

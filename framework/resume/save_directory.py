@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint.save_errors import error_of, gather_or_raise, outcome_of
-from ..checkpoint.stale_files import clean_shared
+from ..checkpoint.deletion import clean_shared
+from ..checkpoint.writer import error_of, gather_or_raise, outcome_of
 from ..core.errors import StorageError
 from ..core.size_text import size_text
 from ..distributed.world import World

@@ -18,7 +18,7 @@ from ..checkpoint.save_request import SaveRequest
 from ..checkpoint.snapshot_slots import Slots, SnapshotInterval
 
 if TYPE_CHECKING:
-    from ..checkpoint.background_deletion import BackgroundDeletion
+    from ..checkpoint.deletion import BackgroundDeletion
     from ..core.errors import PhalanxError
     from ..run.run import Run
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..checkpoint import read_manifest, save
-from ..checkpoint.background_deletion import Background
+from ..checkpoint.staging import SaveThread
 from ..core.errors import CheckpointError, ConfigurationError, StorageError
 from ..data.accumulation_window import Windows
 from ..distributed.world import World
@@ -195,8 +195,8 @@ def _result(device: torch.device, task: Callable[[Callable[[], bool]], _T], unti
         StorageError: the task has not ended at the time ``until``; ``late`` is the message.
     """
     results: list[_T] = []
-    work: Background | None = None
-    work = Background(lambda: results.append(task(lambda: work is not None and work.given_up)), device)
+    work: SaveThread | None = None
+    work = SaveThread(lambda: results.append(task(lambda: work is not None and work.given_up)), device)
     if not work.wait(None if until is None else max(0.0, until - time.monotonic())):
         work.give_up()
         raise StorageError(late)

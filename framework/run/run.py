@@ -18,9 +18,7 @@ from ..core.progress import Progress
 from ..distributed.control import Sent, Signal, Triggers
 from ..metrics.metric_log import MetricLog
 from ..profiling.meter import Meter
-from ..state.average_settings import AverageSettings
-from ..state.weight_average import Average
-from ..state.weight_averages import Averages
+from ..state.weight_averages import Average, Averages, AverageSettings
 from .overrides import is_overridden, unit_of
 from .repeated_section import RepeatedSection
 from .run_metrics import RunMetrics

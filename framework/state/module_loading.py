@@ -19,20 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.codec import decode
-from ..checkpoint.consolidate import AVERAGES, section_tensors, validated_average
 from ..checkpoint.fingerprint import fingerprint
-from ..checkpoint.manifest import MODEL
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.manifest import AVERAGES, MODEL
+from ..checkpoint.reader import Checkpoint, StoredTensor
+from ..checkpoint.safetensors_export import section_tensors, validated_average
 from ..checkpoint.safetensors_io import code_of
-from ..checkpoint.stored_tensor import StoredTensor
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..core.hyperparameters import AttributeDict
 from ..distributed.seed import capture, restore
 from ..parallel.parameter_names import canonical_table, renamed, state_tensors
 from ..parallel.supplied import SuppliedValues
-from .class_hyperparameters import imported_classes
 from .frozen_base import refuse_other_base
-from .hparams_file import read_hparams
+from .hyperparameters import imported_classes, read_hparams
 from .module_state import LENIENT, StateTensors, check_model, put_extra_state, saved_extra_state, state_of
 from .state_matching import listed
 from .user_entries import UserEntries

@@ -1,4 +1,4 @@
-"""A module's part of a checkpoint, under canonical names: saving, comparing, loading; and its hyperparameters.
+"""A module's part of a checkpoint, under canonical names: saving, comparing, loading.
 
 State other than parameters and buffers is that of torch's ``get_extra_state`` and ``set_extra_state``, which fp8 layers
 and quantization use. It may be any value that a checkpoint can hold, is stored by the module's canonical name on rank
@@ -13,16 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checkpoint.codec import decode, encode_inline
-from ..checkpoint.manifest import JSON
-from ..checkpoint.reader import Checkpoint
-from ..checkpoint.stored_tensor import SavedTensor, StoredTensors
+from ..checkpoint.codec import decode
+from ..checkpoint.reader import Checkpoint, SavedTensor, StoredTensors
 from ..checkpoint.write_plan import Shard
-from ..core.errors import ConfigurationError
 from ..parallel.parameter_names import canonical_names, canonical_table, renamed
 from ..parallel.strategy import Strategy
-from ..system.redaction import holds_secret
-from .class_hyperparameters import is_named_class
 from .state_matching import ModelMatch, SavedModel, match_model, refuse
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -76,27 +71,6 @@ def check_model(
     if strict:
         refuse(Path(checkpoint.path), type(module).__name__, match.problems, advice)
     return match
-
-
-def encode_known(hparams: Mapping[str, Any]) -> tuple[JSON, list[str]]:
-    """Encode the hyperparameters that a checkpoint can hold; return them and the names of the others.
-
-    Secret values are not encoded. Classes are left to ``class_names``.
-    """
-    known: dict[str, Any] = {}
-    unknown: list[str] = []
-    for name, value in hparams.items():
-        if holds_secret(name, value):
-            unknown.append(name)
-            continue
-        if is_named_class(value):
-            continue
-        try:
-            encode_inline({name: value})
-            known[name] = value
-        except ConfigurationError:
-            unknown.append(name)
-    return encode_inline(known), unknown
 
 
 def buffer_locations(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:

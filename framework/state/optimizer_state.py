@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..checkpoint.codec import decode, encode_inline
-from ..checkpoint.reader import Checkpoint
-from ..checkpoint.stored_tensor import SavedTensor
+from ..checkpoint.reader import Checkpoint, SavedTensor
 from ..checkpoint.write_plan import Shard
 from ..core.optimizer_config import parameters_of
 from ..core.split_optimizer import kind_of

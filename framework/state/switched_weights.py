@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checkpoint.stored_tensor import HeldShard, StoredTensors
+from ..checkpoint.reader import HeldShard, StoredTensors
 from ..checkpoint.write_plan import Shard
 from ..core.optimizer_config import parameters_of, switches_weights
 from ..core.split_optimizer import optimizers_in

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..checkpoint.open_on_all_ranks import open_on_all_ranks
+from ..checkpoint.reader import open_on_all_ranks
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import mix_seed
@@ -174,7 +174,7 @@ def _evaluated_checkpoint(session: Session, run: Run, request: StageRequest) -> 
     return open_on_all_ranks(run.world, found.path, found.verified)
 
 
-# ---- stages of the assembly ----------------------------------------------------------------------
+# ---- stages of the assembly -----------------------------------------------------------------------------------------
 
 
 def _begin(session: Session, request: StageRequest, stage: str) -> Run:

@@ -15,10 +15,9 @@ from ..core.registry import STRATEGIES
 from ..core.size_text import size_text
 from ..core.wording import counted
 from ..launch import forked_ranks_can_use_cuda, launch_function
-from ..memory.alternatives import first_micro_batch
 from ..memory.available_memory import Memory, available_memory, bytes_of
 from ..memory.formulas import LAYOUTS
-from ..memory.memory_plan import MemoryPlan, make_plan
+from ..memory.memory_plan import MemoryPlan, first_micro_batch, make_plan
 from ..parallel.resources import candidates
 from ..system.environment import nvme_path
 from ..watchdog.heartbeat import LEARNED, SECTIONS

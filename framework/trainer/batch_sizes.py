@@ -13,7 +13,7 @@ from ..api.callback import Callback
 from ..core.errors import ConfigurationError, is_count, unknown
 from ..core.wording import counted
 from ..distributed.devices import empty_caches
-from ..memory.alternatives import largest_micro_batch
+from ..memory.memory_plan import largest_micro_batch
 from .trial_fit import trial_fit
 
 if TYPE_CHECKING:

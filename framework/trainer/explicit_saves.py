@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..checkpoint.consolidate import AVERAGES
-from ..checkpoint.manifest import MODEL
+from ..checkpoint.manifest import AVERAGES, MODEL
 from ..core.errors import ConfigurationError
 from ..pretrained import save_folder, save_held
 from ..resume.capture import live_weights

@@ -14,7 +14,7 @@ from ..core.position_rng import RandomStream
 from ..data.combined_source import prepare_training
 from ..distributed.devices import device_of
 from ..distributed.world import World
-from ..memory.formulas import ModelSize
+from ..memory.formulas import ModelSize, Ranks
 from ..memory.measure import (
     Activations,
     measure_with_data,
@@ -24,7 +24,6 @@ from ..memory.measure import (
     without_data,
 )
 from ..memory.memory_plan import TrainingData, casts_of, fits_easily
-from ..memory.ranks import Ranks
 from ..parallel.fresh_batches import fresh
 from ..parallel.sequence_part import SequencePart
 from ..run.overrides import batch_transfer, cutting, is_overridden

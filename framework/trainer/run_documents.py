@@ -15,10 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from ..api.callback import Callback, saved_by
 from ..core.split_optimizer import kind_of
-from ..memory.formulas import LAYOUTS, footprint
+from ..memory.formulas import LAYOUTS, Ranks, footprint
 from ..memory.measure import elements_of, size_of
 from ..memory.memory_plan import casts_of
-from ..memory.ranks import Ranks
 from ..report.values import timestamp
 from ..resume.checkpoint_saver import moments
 from ..resume.checkpoint_search import newest_of_run, shared_directories

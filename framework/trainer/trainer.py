@@ -80,8 +80,7 @@ if TYPE_CHECKING:
     from ..profiling.throughput import Throughput
     from ..resume.step_record import StepRecord
     from ..run.run import Run
-    from ..state.average_settings import AverageSettings
-    from ..state.weight_average import Average
+    from ..state.weight_averages import Average, AverageSettings
     from ..watchdog.heartbeat import Heartbeat
     from .batch_sizes import BatchSizes
     from .learning_rates import LearningRates

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...framework.checkpoint.stored_tensor import StoredTensor, StoredTensors
+from ...framework.checkpoint.reader import StoredTensor, StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of

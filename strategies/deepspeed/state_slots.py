@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...framework.checkpoint.stored_tensor import HeldTensor
+from ...framework.checkpoint.reader import HeldShard
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.parallel.canonical_state import Slots, is_stored
 from .pieces import Piece, full_shape
@@ -107,7 +107,7 @@ def filled_slots(
                 continue
             if isinstance(value, Tensor) and not full_shape(piece.parameter) and slot not in _NUMBERS:
                 # A parameter without dims has moments without dims, which a checkpoint stores like numbers.
-                value = HeldTensor(value)
+                value = HeldShard(Shard.whole(value.detach()))
             if not is_stored(value):
                 filled.setdefault(slot, value)
                 continue

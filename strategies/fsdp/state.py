@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from ...framework.checkpoint.stored_tensor import StoredTensors
+from ...framework.checkpoint.reader import StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of

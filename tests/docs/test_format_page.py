@@ -17,7 +17,7 @@ from ranks import run_on_ranks
 import phalanx
 from phalanx import checkpoint
 from phalanx.framework.checkpoint.safetensors_io import CODES
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.distributed.world import World
 
 PAGE = Path(phalanx.__file__).parent / "docs" / "checkpoint-format.md"
@@ -81,7 +81,7 @@ def save_split(path: str) -> None:
         shards[f"{name}.scalar"] = Shard.whole(tensor[0, 0].clone())
         shards[f"{name}.empty"] = Shard.whole(tensor[:0])
     shards["tied"] = shards["float32.columns"]
-    checkpoint.save(path, Snapshot({"model": shards}, {"a": [None, 1.5]}, world.rank), world, sharded=True)
+    checkpoint.save(path, CheckpointContents({"model": shards}, {"a": [None, 1.5]}, world.rank), world, sharded=True)
     world.close()
 
 

@@ -139,7 +139,7 @@ def test_a_save_on_a_thread_holds_what_a_save_at_once_holds(strategy: str, tmp_p
 
 
 def devices_used(asks_for_plan: bool, root: str) -> list[tuple[str, int, tuple[str, ...]]]:
-    # What an earlier test has left in reference cycles, such as locked memory, is released on that test's device.
+    # What an earlier test has left in reference cycles, such as pinned memory, is released on that test's device.
     gc.collect()
     with recorded("device") as recording:
         trainer = emulated_trainer(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from phalanx.callbacks import Callback, OnExceptionCheckpoint
 from phalanx.checkpoint import open_checkpoint
-from phalanx.framework.checkpoint import host_pieces
-from phalanx.framework.checkpoint.host_pieces import HostPieces
+from phalanx.framework.checkpoint import host_memory
+from phalanx.framework.checkpoint.host_memory import HostPieces
 
 
 class Deep(Classifier):
@@ -114,7 +114,7 @@ def pieces_of(capacity: int) -> tuple[list[str], int]:
 
 
 def test_tensors_pass_through_small_buffers_unchanged() -> None:
-    for capacity, waits in ((64, 14), (320, 3), (host_pieces.BUFFER_BYTES >> 10, 1)):
+    for capacity, waits in ((64, 14), (320, 3), (host_memory.BUFFER_BYTES >> 10, 1)):
         assert run_on_ranks(1, pieces_of, capacity, device="cuda") == [([], waits)]
 
 

@@ -10,7 +10,7 @@ from ranks import run_on_ranks
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from phalanx.framework.memory.update_memory import update_bytes
+from phalanx.framework.memory.measure import update_bytes
 
 SIZES = (100_000, 50_000)
 ALL = 4 * sum(SIZES)

@@ -32,10 +32,7 @@ HEAVY = {
 
 # Modules that start-up does not pay for: they are imported when one of their functions is first called.
 LOADED_WHEN_CALLED = {
-    "checkpoint.inspect_manifest",
-    "checkpoint.listing",
-    "checkpoint.stale_files",
-    "checkpoint.whole_checkpoint",
+    "checkpoint.inspection",
     "checkpoint.writer",
     "diagnostics.collective_trace",
     "launch.fork_launcher",

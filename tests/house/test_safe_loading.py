@@ -26,9 +26,9 @@ LOAD_PATH = (
     *(
         "framework/resume/checkpoint_search.py",
         "framework/resume/resume_point.py",
+        "framework/state/hyperparameters.py",
         "framework/state/module_state.py",
         "framework/state/optimizer_state.py",
-        "framework/state/weight_average.py",
         "framework/state/weight_averages.py",
     ),
     *(
@@ -50,6 +50,8 @@ LOAD_PATH = (
 # Why each exception is none: what it names does not come from a checkpoint.
 EXCEPTIONS = {
     ("framework/system/atomic_files.py", "ctypes.CDLL"),  # the process's own C library, for one call that Python lacks
+    # The user passes this file beside a checkpoint. The safe loader constructs plain values alone.
+    *(("framework/state/hyperparameters.py", use) for use in ("yaml", "yaml.safe_load", "yaml.YAMLError")),
 }
 
 

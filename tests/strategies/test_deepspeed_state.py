@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
 from phalanx.callbacks import LambdaCallback
-from phalanx.framework.checkpoint.stored_tensor import held
+from phalanx.framework.checkpoint.reader import held
 from phalanx.framework.checkpoint.write_plan import Shard
 from phalanx.framework.core.optimizer_config import parameters_of
 from phalanx.framework.core.precision import resolve_precision

@@ -16,7 +16,7 @@ from ...system.atomic_files import make_directory, refuse_existing, storage_erro
 from ..writer import save
 from . import accelerate, deepspeed, lightning
 from .detect_format import detect
-from .foreign_state import Foreign, Request, snapshot_of
+from .foreign_state import Foreign, Request, contents_of
 from .pickles import Pickles, notes_of
 
 _CONVERTERS: dict[str, Callable[[Request], Foreign]] = {
@@ -81,7 +81,7 @@ def convert(
     foreign.notes = [*notes_of(pickles.left), *foreign.notes]
     try:
         make_directory(target.parent)
-        save(target, snapshot_of(foreign, str(source)), World.single())
+        save(target, contents_of(foreign, str(source)), World.single())
     except OSError as error:
         raise storage_error("converting to", target, error) from error
     for line in foreign.notes:

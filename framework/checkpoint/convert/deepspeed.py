@@ -216,7 +216,11 @@ def _frozen(engine: Engine) -> dict[str, Tensor]:
     return found
 
 
-# ---- the flat partitions of ZeRO, joined and cut into named parameters ---------------------------------------------
+# ---- the flat partitions of ZeRO, joined and cut into named parameters ----------------------------------------------
+
+
+_Partition = tuple[Sequence[Tensor], Mapping[int, Any]]
+"""A rank's flat fp32 weights, and the state that the optimizer has of each."""
 
 
 def _parameters(engine: Engine, named: Callable[[str], str]) -> tuple[dict[str, Tensor], ForeignOptimizer]:
@@ -225,38 +229,20 @@ def _parameters(engine: Engine, named: Callable[[str], str]) -> tuple[dict[str, 
     Raises:
         CheckpointError: the partitions have another form, or too few elements.
     """
+    ranks, hyper = _partitions(engine)
     groups: list[Shapes] = engine.first["param_shapes"]
     if isinstance(groups, dict):
         groups = [groups]
-    key, inner = "single_partition_of_fp32_groups", "base_optimizer_state"
-    if engine.stage == 3:
-        key, inner = "fp32_flat_groups", "optimizer_state_dict"
-    bases: list[Any] = [partition.get(inner) for partition in engine.partitions]
-    if not all(isinstance(base, dict) and "state" in base for base in bases) or key not in engine.partitions[0]:
-        raise CheckpointError(
-            f"{engine.folder} holds ZeRO states in a form that is not converted (elastic or universal checkpoints): "
-            "save once more without load_from_fp32_weights and elastic_checkpoint."
-        )
-    ranks = [(partition[key], base["state"]) for partition, base in zip(engine.partitions, bases, strict=True)]
-    hyper = bases[0]["param_groups"]
     paddings = engine.partitions[0].get("param_alignment_paddings")
     masters: dict[str, Tensor] = {}
     optimizer = ForeignOptimizer([], {})
     offset = 0
     for number, shapes in enumerate(groups):
-        if engine.stage == 3:
-            # Each rank holds an equal, padded part of every parameter, one after the other through all groups, which
-            # are split further for the optimizer.
-            rows = _rows([_flat(*rank, range(len(rank[0]))) for rank in ranks])
-            first = hyper[number]["params"][0]
-        else:
-            # Each rank holds a contiguous part of the group's parameters.
-            rows = {slot: [_joined(row)] for slot, row in _rows([_flat(*rank, [number]) for rank in ranks]).items()}
-            first, offset = number, 0
-        scalars = {slot: value for slot, value in ranks[0][1].get(first, {}).items() if not _is_flat(value)}
+        rows, scalars = _rows(engine.stage, ranks, number, hyper)
+        # Under stage 3 the parameters of all groups follow one another.
+        offset = offset if engine.stage == 3 else 0
         for place, (given, shape) in enumerate(shapes.items()):
-            name = named(given)
-            size = -(-prod(shape) // len(rows[""]))
+            name, size = named(given), -(-prod(shape) // len(rows[""]))
             slots = {
                 slot: _cut(_joined([flat[offset : offset + size] for flat in row]), shape, name, engine.folder)
                 for slot, row in rows.items()
@@ -268,6 +254,43 @@ def _parameters(engine: Engine, named: Callable[[str], str]) -> tuple[dict[str, 
         described = {key: value for key, value in hyper[number].items() if key not in ("params", "param_names")}
         optimizer.groups.append(Group([named(name) for name in shapes], described))
     return masters, optimizer
+
+
+def _partitions(engine: Engine) -> tuple[list[_Partition], list[dict[str, Any]]]:
+    """Return the partition of each rank, and the optimizer's parameter groups.
+
+    Raises:
+        CheckpointError: the partitions have another form.
+    """
+    key, inner = "single_partition_of_fp32_groups", "base_optimizer_state"
+    if engine.stage == 3:
+        key, inner = "fp32_flat_groups", "optimizer_state_dict"
+    bases: list[Any] = [partition.get(inner) for partition in engine.partitions]
+    if not all(isinstance(base, dict) and "state" in base for base in bases) or key not in engine.partitions[0]:
+        raise CheckpointError(
+            f"{engine.folder} holds ZeRO states in a form that is not converted (elastic or universal checkpoints): "
+            "save once more without load_from_fp32_weights and elastic_checkpoint."
+        )
+    ranks = [(partition[key], base["state"]) for partition, base in zip(engine.partitions, bases, strict=True)]
+    return ranks, bases[0]["param_groups"]
+
+
+def _rows(
+    stage: int, ranks: Sequence[_Partition], number: int, hyper: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+    """Return the flat tensors of a group by slot, of each rank or joined; and the slots that are the same for all."""
+    if stage == 3:
+        # Each rank holds an equal, padded part of every parameter, one after the other through all groups, which are
+        # split further for the optimizer.
+        flats = [_flat(*rank, range(len(rank[0]))) for rank in ranks]
+        rows = {slot: [flat[slot] for flat in flats] for slot in flats[0]}
+        first = hyper[number]["params"][0]
+    else:
+        # Each rank holds a contiguous part of the group's parameters.
+        flats = [_flat(*rank, [number]) for rank in ranks]
+        rows = {slot: [_joined([flat[slot] for flat in flats])] for slot in flats[0]}
+        first = number
+    return rows, {slot: value for slot, value in ranks[0][1].get(first, {}).items() if not _is_flat(value)}
 
 
 def _is_flat(value: Any) -> bool:
@@ -282,10 +305,6 @@ def _flat(weights: Sequence[Tensor], state: Mapping[int, Any], groups: Sequence[
             if _is_flat(value):
                 found.setdefault(slot, []).append(value)
     return {slot: _joined([piece.reshape(-1) for piece in pieces]) for slot, pieces in found.items()}
-
-
-def _rows(ranks: Sequence[dict[str, Tensor]]) -> dict[str, list[Tensor]]:
-    return {slot: [rank[slot] for rank in ranks] for slot in ranks[0]}
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The contents of a foreign checkpoint in a form common to all formats, and the snapshot that is made of it.
+"""The contents of a foreign checkpoint in a form common to all formats, and the contents of a checkpoint made of it.
 
 Wrappers put parts into the names of tensors, which are removed here.
 """
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...core.errors import CheckpointError
 from ..codec import encode, encode_inline
-from ..write_plan import Shard, Snapshot
+from ..write_plan import CheckpointContents, Shard
 from .pickles import Pickles
 
 SlotState = dict[str, dict[str, Any]]
@@ -90,7 +90,7 @@ class Foreign:
     notes: list[str] = field(default_factory=list)
 
 
-def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
+def contents_of(foreign: Foreign, source: str) -> CheckpointContents:
     """Build the contents of a run's checkpoint from a foreign one."""
     sections = {"model": {name: Shard.whole(tensor) for name, tensor in foreign.weights.items()}}
     document: dict[str, Any] = {
@@ -115,7 +115,7 @@ def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
     if foreign.optimizers is not None:
         _add_training_state(foreign, foreign.optimizers, sections, document)
     buffers = foreign.buffers | {name for name, tensor in foreign.weights.items() if not tensor.is_floating_point()}
-    return Snapshot(sections=sections, document=document, buffers=buffers)
+    return CheckpointContents(sections=sections, document=document, buffers=buffers)
 
 
 def _add_training_state(

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ...core.errors import CheckpointError, ConfigurationError
-from ..codec import encode
-from ..codec_encoder import NUMPY, at
+from ..codec import NUMPY, at, encode
 
 
 class _Attributes(dict[str, Any]):

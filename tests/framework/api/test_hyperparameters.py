@@ -17,7 +17,7 @@ from torch import nn, optim
 
 from phalanx import DataModule, TrainModule
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
-from phalanx.framework.state.class_hyperparameters import imported_classes
+from phalanx.framework.state.hyperparameters import imported_classes
 
 
 class Plain(TrainModule):

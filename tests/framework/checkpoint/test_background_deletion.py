@@ -16,9 +16,9 @@ from small_fits import Tiny, capturing, loader, quiet_trainer
 
 from phalanx import checkpoint
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.checkpoint import background_deletion
-from phalanx.framework.checkpoint.background_deletion import BackgroundDeletion
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint import deletion as checkpoint_deletion
+from phalanx.framework.checkpoint.deletion import BackgroundDeletion
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.checkpoint.writer import save
 from phalanx.framework.core.errors import StorageError
 from phalanx.framework.distributed.world import World
@@ -51,7 +51,7 @@ class Gate:
             assert self.opened.wait(30.0)
             delete(*args)
 
-        monkeypatch.setattr(background_deletion, "delete_hidden", gated)
+        monkeypatch.setattr(checkpoint_deletion, "delete_hidden", gated)
 
 
 def test_all_are_deleted_and_no_thread_remains(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_all_are_deleted_and_no_thread_remains(tmp_path: Path) -> None:
 
 def test_a_full_queue_makes_the_next_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, deletion = Gate(monkeypatch), BackgroundDeletion()
-    most = background_deletion._MOST_WAITING
+    most = checkpoint_deletion._MOST_WAITING
     for number in range(most):
         deletion.add(hidden(tmp_path, number))
     added = threading.Thread(target=deletion.add, args=(hidden(tmp_path, most),))
@@ -107,7 +107,7 @@ def test_what_cannot_be_deleted_is_reported_and_does_not_stop_the_rest(
             raise StorageError("Permission denied")
         delete(path, stopped)
 
-    monkeypatch.setattr(background_deletion, "delete_hidden", failing)
+    monkeypatch.setattr(checkpoint_deletion, "delete_hidden", failing)
     deletion = BackgroundDeletion()
     deletion.add(stubborn)
     deletion.add(other)
@@ -146,10 +146,10 @@ def test_another_process_leaves_what_is_being_deleted_alone(tmp_path: Path, monk
 def test_room_is_made_before_a_save_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, deletion = Gate(monkeypatch), BackgroundDeletion()
     deletion.add(hidden(tmp_path, 0))
-    snapshot = Snapshot({"model": {"w": Shard.whole(torch.ones(3))}})
+    snapshot = CheckpointContents({"model": {"w": Shard.whole(torch.ones(3))}})
     save(tmp_path / "a.ckpt", snapshot, World.single(), deletion=deletion)
     assert len(os.listdir(tmp_path)) == 2
-    monkeypatch.setattr(background_deletion, "free_bytes", lambda directory: 11)
+    monkeypatch.setattr(checkpoint_deletion, "free_bytes", lambda directory: 11)
     threading.Timer(0.2, gate.opened.set).start()
     save(tmp_path / "b.ckpt", snapshot, World.single(), deletion=deletion)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
@@ -181,9 +181,8 @@ def test_training_does_not_wait_for_deletions(tmp_path: Path, monkeypatch: pytes
 KILLED = """
 import sys, time, torch
 from pathlib import Path
-from phalanx.framework.checkpoint.background_deletion import BackgroundDeletion
-from phalanx.framework.checkpoint.whole_checkpoint import hide
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.deletion import BackgroundDeletion, hide
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.checkpoint.writer import save
 from phalanx.framework.distributed.world import World
 from phalanx.framework.system import atomic_directories
@@ -192,7 +191,7 @@ while True:
     value += 1
     model = {str(index): Shard.whole(torch.full((20_000,), float(value))) for index in range(20)}
     path = Path(sys.argv[1]) / f"{value}.ckpt"
-    snapshot = Snapshot({"model": model}, {"value": value})
+    snapshot = CheckpointContents({"model": model}, {"value": value})
     save(path, snapshot, World.single(), also=path.with_name("last.ckpt"), deletion=deletion)
     if before is not None:
         deletion.add(hide(before))

@@ -18,7 +18,7 @@ from messages import refuses
 
 from phalanx import checkpoint
 from phalanx.framework.checkpoint.safetensors_io import bytes_of
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.distributed.world import World
 
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
     }
     sections["model"]["tied"] = sections["model"]["weight"]
     document = {"progress": {"global_step": 3}, "lr": 1e-05, "text": "\u00e9", "none": None}
-    return checkpoint.save(tmp_path / "a.ckpt", Snapshot(sections, document, {"seed": 1}), World.single())
+    return checkpoint.save(tmp_path / "a.ckpt", CheckpointContents(sections, document, {"seed": 1}), World.single())
 
 
 def refused(path: Path) -> str:

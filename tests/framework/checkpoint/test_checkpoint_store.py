@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx import checkpoint
-from phalanx.framework.checkpoint import part_writer, safetensors_io as tensor_bytes, verify as verification
+from phalanx.framework.checkpoint import safetensors_io as tensor_bytes, verify as verification, writer
 from phalanx.framework.checkpoint.manifest import Manifest
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.checkpoint.writer import Save
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError, StorageError, UnknownNameError
 from phalanx.framework.distributed.world import World
@@ -36,7 +36,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Shard]:
 
 def saved(path: Path, model: dict[str, Tensor], document: Any = None, **sections: dict[str, Tensor]) -> Path:
     content = {"model": whole(model), **{name: whole(tensors) for name, tensors in sections.items()}}
-    return checkpoint.save(path, Snapshot(content, document or {}), World.single())
+    return checkpoint.save(path, CheckpointContents(content, document or {}), World.single())
 
 
 def same(first: Tensor, second: Tensor) -> bool:
@@ -126,7 +126,7 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
 
 def test_documents_and_sections_come_back(tmp_path: Path) -> None:
     document = {"progress": {"global_step": 3}, "text": "ü", "order": {"b": 1, "a": 2}}
-    snapshot = Snapshot({"model": {}, "state": whole({"x": torch.ones(2)})}, document, [1, "own"])
+    snapshot = CheckpointContents({"model": {}, "state": whole({"x": torch.ones(2)})}, document, [1, "own"])
     opened = checkpoint.open_checkpoint(checkpoint.save(tmp_path / "a.ckpt", snapshot, World.single()))
 
     assert opened.document == document
@@ -201,7 +201,9 @@ def save_split(path: Path, split: str, name: str = "model") -> list[str]:
         shards["everywhere"] = Shard.whole(torch.full((3,), 7.0))
         shards["scalar"] = Shard.whole(torch.tensor(5))
         shards["empty"] = Shard.whole(torch.empty(0, 4))
-        checkpoint.save(path, Snapshot({name: shards}, {"from": world.rank}, {"rank": world.rank}), world, sharded=True)
+        checkpoint.save(
+            path, CheckpointContents({name: shards}, {"from": world.rank}, {"rank": world.rank}), world, sharded=True
+        )
         return sorted(os.listdir(path))
 
 
@@ -253,7 +255,7 @@ def boxes(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]
 def save_replicated(path: Path) -> bool:
     with two_ranks() as world:
         sections = {"model": whole({"w": torch.arange(4.0)})} if world.is_global_zero else {}
-        checkpoint.save(path, Snapshot(sections, {"from": world.rank}, world.rank), world)
+        checkpoint.save(path, CheckpointContents(sections, {"from": world.rank}, world.rank), world)
         return checkpoint.is_complete(path)
 
 
@@ -268,7 +270,7 @@ def test_a_replicated_model_is_written_by_rank_zero(tmp_path: Path) -> None:
 def save_what_both_hold(path: Path) -> None:
     with two_ranks() as world:
         model = {str(index): torch.full((1000,), float(index)) for index in range(10)}
-        checkpoint.save(path, Snapshot({"model": whole(model)}), world, sharded=True)
+        checkpoint.save(path, CheckpointContents({"model": whole(model)}), world, sharded=True)
 
 
 def test_what_several_ranks_hold_is_shared_out(tmp_path: Path) -> None:
@@ -290,7 +292,7 @@ def save_and_fail(path: Path, failure: str) -> tuple[str, str]:
             shard = Shard(shard.tensor.double(), shard.shape, shard.offsets)
         if failure == "meta" and world.rank == 1:
             shard = Shard(shard.tensor.to("meta"), shard.shape, shard.offsets)
-        pending = Save(path, Snapshot({"model": {"w": shard}}), world, sharded=True)
+        pending = Save(path, CheckpointContents({"model": {"w": shard}}), world, sharded=True)
         raised = OSError(errno.ENOSPC, "No space left on device") if failure == "disk" else RuntimeError("boom")
 
         def failing(*args: Any) -> Any:
@@ -298,7 +300,7 @@ def save_and_fail(path: Path, failure: str) -> tuple[str, str]:
 
         with pytest.MonkeyPatch.context() as patch:
             if failure in ("disk", "crash") and world.rank == 1:
-                patch.setattr(part_writer, "write_tensor_file", failing)
+                patch.setattr(writer, "write_tensor_file", failing)
             try:
                 pending.begin()
                 pending.write()
@@ -388,7 +390,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(part_writer, "write_tensor_file", interrupted)
+    monkeypatch.setattr(writer, "write_tensor_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path / "a.ckpt", {"w": torch.ones(2)})
     assert os.listdir(tmp_path) == []
@@ -396,14 +398,14 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
 
 KILLED = """
 import sys, torch
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.checkpoint.writer import save
 from phalanx.framework.distributed.world import World
 value = 0.0
 while True:
     value += 1
     model = {str(index): Shard.whole(torch.full((20_000,), value)) for index in range(20)}
-    save(sys.argv[1], Snapshot({"model": model}, {"value": value}), World.single())
+    save(sys.argv[1], CheckpointContents({"model": model}, {"value": value}), World.single())
     if value == 1:
         print("ready", flush=True)
 """
@@ -429,7 +431,7 @@ def test_killed_at_any_instant_a_whole_checkpoint_remains(tmp_path: Path) -> Non
 def test_a_save_writes_on_a_thread_of_its_own(tmp_path: Path) -> None:
     import threading
 
-    pending = Save(tmp_path / "a.ckpt", Snapshot({"model": whole({"w": torch.ones(3)})}), World.single())
+    pending = Save(tmp_path / "a.ckpt", CheckpointContents({"model": whole({"w": torch.ones(3)})}), World.single())
     pending.begin()
     thread = threading.Thread(target=pending.write)
     thread.start()

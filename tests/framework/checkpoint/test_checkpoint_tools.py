@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx import checkpoint
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.checkpoint import safetensors_export as plain_files
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 from phalanx.framework.distributed.world import World
 
@@ -28,7 +28,7 @@ from phalanx.framework.distributed.world import World
 def saved(path: Path, model: dict[str, Tensor], document: Any = None, **sections: dict[str, Tensor]) -> Path:
     content = {"model": model, **sections}
     shards = {name: {key: Shard.whole(tensor) for key, tensor in each.items()} for name, each in content.items()}
-    return checkpoint.save(path, Snapshot(shards, document or {}), World.single())
+    return checkpoint.save(path, CheckpointContents(shards, document or {}), World.single())
 
 
 def fit(root: str, strategy: str, ranks: int, precision: str = "32-true") -> None:
@@ -156,7 +156,7 @@ def save_split(folder: str) -> None:
     columns = Shard(whole["a"][:, last : last + 3].contiguous(), (4, 6), (0, last))
     for name, part in (("rows", rows), ("columns", columns), ("whole", Shard.whole(whole["a"]))):
         model = {**{key: Shard.whole(tensor) for key, tensor in whole.items()}, "a": part}
-        snapshot = Snapshot({"model": model}, {"x": 1}, 0)
+        snapshot = CheckpointContents({"model": model}, {"x": 1}, 0)
         checkpoint.save(Path(folder) / name, snapshot, world, sharded=name != "whole")
     world.close()
 
@@ -289,7 +289,7 @@ def split(folder: str) -> None:
         "columns": Shard(whole[:, :, slice(*column)].contiguous(), shape, (0, 0, column[0])),
         "flat": Shard.flat(whole.reshape(-1)[slice(*flat)], shape, flat[0]),
     }
-    checkpoint.save(Path(folder) / "a.ckpt", Snapshot({"model": shards}), world, sharded=True)
+    checkpoint.save(Path(folder) / "a.ckpt", CheckpointContents({"model": shards}), world, sharded=True)
     world.close()
 
 
@@ -310,7 +310,6 @@ import json, sys
 from pathlib import Path
 import torch
 from phalanx import checkpoint
-from phalanx.framework.checkpoint import consolidate as consolidation
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from messages import refuses
 
-from phalanx.framework.checkpoint import codec, codec_encoder
+from phalanx.framework.checkpoint import codec
 from phalanx.framework.checkpoint.manifest import JSON
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
@@ -159,7 +159,7 @@ def test_tensors_lie_under_their_path_and_never_collide() -> None:
     assert (found["a/b"].item(), found["a"]["b"].item()) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("name", codec_encoder.NUMPY)
+@pytest.mark.parametrize("name", codec.NUMPY)
 def test_arrays_come_back(name: str) -> None:
     for array in (numpy.arange(6).astype(name).reshape(2, 3).T, numpy.array(1).astype(name)):
         found = round_trip(array)

@@ -38,8 +38,8 @@ from messages import refuses
 
 from phalanx import checkpoint
 from phalanx.cli.main import main
-from phalanx.framework.checkpoint.tiling import coverage_problem
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.manifest import coverage_problem
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.distributed.world import World
 
@@ -340,7 +340,9 @@ NAMES = ["..", "../../up", "/absolute", "a/b", "nul\0", "line\nfeed", "\x1b[2Jco
 
 def named(path: Path) -> Path:
     tensors = {name: Shard.whole(torch.full((2,), float(index))) for index, name in enumerate(NAMES)}
-    return checkpoint.save(path, Snapshot({"model": tensors}, {"hparams": dict.fromkeys(NAMES, 1)}), World.single())
+    return checkpoint.save(
+        path, CheckpointContents({"model": tensors}, {"hparams": dict.fromkeys(NAMES, 1)}), World.single()
+    )
 
 
 def test_names_are_only_names(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.framework.checkpoint import staging
 from phalanx.framework.checkpoint.staging import Staging
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.core.errors import StorageError
 
 
@@ -35,9 +35,9 @@ class Stepped:
         found: Tensor = self.optimizer.state[self.layer.weight]["exp_avg"]
         return found
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CheckpointContents:
         model = {"weight": Shard.whole(self.layer.weight.detach())}
-        return Snapshot({"model": model, "optimizer": {"0/exp_avg/weight": Shard.whole(self.moment)}})
+        return CheckpointContents({"model": model, "optimizer": {"0/exp_avg/weight": Shard.whole(self.moment)}})
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def stepped() -> Iterator[Stepped]:
     made.staging.close()
 
 
-def taken(snapshot: Snapshot) -> tuple[Tensor, Tensor]:
+def taken(snapshot: CheckpointContents) -> tuple[Tensor, Tensor]:
     return snapshot.sections["model"]["weight"].tensor, snapshot.sections["optimizer"]["0/exp_avg/weight"].tensor
 
 
@@ -169,7 +169,7 @@ def test_the_next_update_waits_on_the_device_for_copies_of_its_state(
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
-    monkeypatch.setattr(staging, "allocate_staging", lambda size, device: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(staging, "allocate_pinned", lambda size, device: torch.empty(size, dtype=torch.uint8))
     made = Staging(torch.device("cuda", 0))
     made.take(stepped.snapshot(), [stepped.optimizer])
     assert copies.waits_for == ["compute"]

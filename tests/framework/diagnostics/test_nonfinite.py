@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx import Trainer, TrainModule
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.checkpoint.finite_check import all_finite
-from phalanx.framework.checkpoint.listing import newest_good
+from phalanx.framework.checkpoint.inspection import newest_good
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import NonFiniteError
 from phalanx.framework.core.optimizer_config import parameters_of

@@ -14,8 +14,7 @@ import torch
 from messages import refuses
 from models import Regressor, loader, silent_trainer
 
-from phalanx.framework.checkpoint.background_deletion import Background
-from phalanx.framework.checkpoint.staging import Staging
+from phalanx.framework.checkpoint.staging import SaveThread, Staging
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.distributed.devices import device_of
@@ -110,28 +109,28 @@ def test_the_generator_of_a_device_is_restored_on_the_device_of_the_rank(monkeyp
 
 def test_threads_open_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 2)
-    work = Background(lambda: None, SECOND)
+    work = SaveThread(lambda: None, SECOND)
     assert work.wait(30)
     assert work.error is None
     assert machine.opened == [("phalanx-save", SECOND)]
 
 
 class _Cudart:
-    """The calls that lock memory in place; the first ``failing`` of them fail."""
+    """The calls that pin memory; the first ``failing`` of them fail."""
 
     def __init__(self, failing: int = 0) -> None:
         self.failing = failing
-        self.locked: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.failing -= 1
         if self.failing >= 0:
             return 2
-        self.locked[address] = size
+        self.pinned[address] = size
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        del self.locked[address]
+        del self.pinned[address]
         return 0
 
 
@@ -142,29 +141,29 @@ def staging_with(patch: pytest.MonkeyPatch, cudart: _Cudart) -> Staging:
     return Staging(SECOND)
 
 
-def test_staging_memory_is_locked_in_its_exact_size_and_unlocked_when_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_memory_is_pinned_in_its_exact_size_and_unpinned_when_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = _Cudart()
     staging = staging_with(monkeypatch, cudart)
     staging.reserve(5_000_001)
     staging.wait()
-    assert list(cudart.locked.values()) == [5_000_001]
-    assert list(cudart.locked) == [staging._memory.data_ptr()]
+    assert list(cudart.pinned.values()) == [5_000_001]
+    assert list(cudart.pinned) == [staging._memory.data_ptr()]
     pid = os.fork()
     if pid == 0:
-        # Worker processes copy the object, and own none of the locked memory.
+        # Worker processes copy the object, and own none of the pinned memory.
         del staging
-        os._exit(len(cudart.locked))
+        os._exit(len(cudart.pinned))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     staging._memory = torch.empty(0)
-    assert cudart.locked == {}
+    assert cudart.pinned == {}
 
 
-def test_memory_that_cannot_be_locked_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = _Cudart(failing=1)
     staging = staging_with(monkeypatch, cudart)
     staging.reserve(4096)
     staging.wait()
-    assert (cudart.locked, len(staging._memory)) == ({}, 4096)
+    assert (cudart.pinned, len(staging._memory)) == ({}, 4096)
 
 
 def _answer(asked: list[Any], answer: Any, device: torch.device) -> Any:

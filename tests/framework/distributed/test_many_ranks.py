@@ -17,7 +17,7 @@ from phalanx.framework.checkpoint import reader as read
 from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord
 from phalanx.framework.checkpoint.safetensors_header import FileRecord, open_tensor_file
 from phalanx.framework.checkpoint.verify import problems_of
-from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.core.errors import DesyncError
 from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
 from phalanx.framework.distributed import object_frames
@@ -117,7 +117,7 @@ def bytes_in_a_save(path: Path, sharded: bool) -> int:
     # The exchanges that set up the control group are no part of a save.
     world.all_gather_object(None)
     tensors = {f"{number:04}": Shard.whole(torch.ones(2)) for number in range(1000)}
-    snapshot = Snapshot({"model": tensors}, rank_document="x" * 200_000)
+    snapshot = CheckpointContents({"model": tensors}, rank_document="x" * 200_000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather", counting_all_gather)
         patch.setattr(dist, "broadcast", counting_broadcast)
@@ -180,7 +180,7 @@ def save_rows(path: Path, flat: bool) -> None:
     own = tensor[world.rank * rows : (world.rank + 1) * rows]
     offset = world.rank * rows
     shard = Shard.flat(own.reshape(-1), (6, 4), offset * 4) if flat else Shard(own, (6, 4), (offset, 0))
-    checkpoint.save(path, Snapshot({"model": {"w": shard}}), world, sharded=True)
+    checkpoint.save(path, CheckpointContents({"model": {"w": shard}}), world, sharded=True)
     world.close()
 
 

@@ -21,7 +21,7 @@ from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.core.size_text import size_text
 from phalanx.framework.memory.available_memory import Memory, available_memory, host_memory
-from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, footprint
+from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks, footprint
 from phalanx.framework.memory.measure import (
     Activations,
     measure_with_fake_tensors,
@@ -30,7 +30,6 @@ from phalanx.framework.memory.measure import (
     without_data,
 )
 from phalanx.framework.memory.memory_plan import MemoryPlan, make_plan
-from phalanx.framework.memory.ranks import Ranks
 from phalanx.framework.trainer import auto_strategy as planning
 
 FP32, BF16 = resolve_precision("32-true"), resolve_precision("bf16-mixed")

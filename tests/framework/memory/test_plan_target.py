@@ -10,13 +10,11 @@ from models import Regressor, loader, silent_trainer
 
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
-from phalanx.framework.memory.alternatives import alternatives
 from phalanx.framework.memory.available_memory import Memory, gpu_libraries
 from phalanx.framework.memory.communication import Transfer, communication
-from phalanx.framework.memory.formulas import LAYOUTS, ModelSize
+from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks
 from phalanx.framework.memory.measure import Activations
-from phalanx.framework.memory.memory_plan import MemoryPlan, TrainingData, make_plan
-from phalanx.framework.memory.ranks import Ranks
+from phalanx.framework.memory.memory_plan import MemoryPlan, TrainingData, alternatives, make_plan
 
 FP32, BF16 = resolve_precision("32-true"), resolve_precision("bf16-mixed")
 N, MB = 1_000_000, 10**6

@@ -67,7 +67,7 @@ def test_every_part_of_a_tensor_is_read_alone(folder: Path, tensors: dict[str, A
 
 
 def test_a_slice_reads_few_bytes_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.framework.pretrained.file_tensor._ROWS_BYTES", 60)
+    monkeypatch.setattr("phalanx.framework.pretrained.weight_folder._ROWS_BYTES", 60)
     stored = open_weights(folder).tensors["a.weight"]
     assert torch.equal(stored.read_slice((1, 2, 0), (5, 2, 3)), stored.read()[1:6, 2:4])
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.parallel.full_tensors import whole_tensors
-from phalanx.framework.pretrained.file_tensor import FileTensor
+from phalanx.framework.pretrained.weight_folder import FileTensor
 from phalanx.framework.state.module_state import model_state
 
 NEW = 4

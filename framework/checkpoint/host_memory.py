@@ -1,19 +1,66 @@
-"""``HostPieces``: tensors as host memory, piece by piece, to write them to a file.
+"""Pinned host memory, and ``HostPieces``: tensors in host memory, piece by piece, to write them to a file.
 
 A GPU copies to pinned memory on its own, while the host works. So two pinned buffers are used in turn: the device fills
 one of them while the host hashes and writes the content of the other. Small tensors share a buffer. The host waits once
 for each buffer: how often depends on the size of the state, not on the number of its tensors.
+
+Pinned memory has exactly the requested size. torch's own allocator rounds each size up to a power of two, and keeps
+what was freed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from .staging_memory import allocate_staging
+
+class _Pages(mmap.mmap):
+    """Memory of this process; if it was pinned, it is unpinned before it is returned to the system."""
+
+    _pinned_by: int | None = None
+
+    def pin(self, address: int, device: torch.device) -> bool:
+        """Pin the pages, so that the device copies to them on its own; return whether that succeeded."""
+        with torch.cuda.device(device):
+            pinned = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)) == 0
+        if pinned:
+            self._pinned_by, self._address, self._device = os.getpid(), address, device
+        return pinned
+
+    def __del__(self) -> None:
+        # A forked process has a copy of this object, and no pinned pages.
+        if self._pinned_by is not None and self._pinned_by == os.getpid():
+            self._pinned_by = None
+            # At the end of the process CUDA may be gone.
+            with contextlib.suppress(Exception), torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+def allocate_pinned(size: int, device: torch.device) -> Tensor:
+    """Return ``size`` bytes of host memory, uint8; pinned if ``device`` is a GPU and the system allows it.
+
+    They are unpinned and returned to the system once no tensor refers to them.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    pages = _Pages(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if device.type == "cuda" and not pages.pin(memory.data_ptr(), device):
+        # Copies to memory that is not pinned are slower and block, with the same result. A failed cudaHostRegister
+        # leaves its error set, and the next kernel launch would raise it: launch one here, and ignore the error.
+        with contextlib.suppress(Exception):
+            torch.zeros(1, device=device).add_(1)
+    return memory
+
 
 BUFFER_BYTES = 32 << 20
 _LEAST_BYTES = 1 << 16
@@ -82,7 +129,7 @@ class HostPieces:
         """Start to copy the pieces to the buffer that was filled before the last one."""
         device = pieces[0][1].device
         if len(self._buffers) < 2:
-            self._buffers.append(allocate_staging(self._capacity, device))
+            self._buffers.append(allocate_pinned(self._capacity, device))
         else:
             self._buffers.rotate(1)
         buffer, place, copies = self._buffers[-1], 0, []
