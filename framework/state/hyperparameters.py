@@ -98,7 +98,8 @@ def _imported(name: str) -> type | None:
 def read_hparams(path: str | Path) -> dict[str, Any]:
     """Return the hyperparameters in a ``.yaml`` or ``.yml`` file, or in a ``.csv`` file with columns key and value.
 
-    No Python objects are constructed. Values of a CSV file are Python literals; others are strings.
+    No Python objects are constructed. CSV values are parsed as Python literals; a value that is not a literal stays a
+    string.
 
     Raises:
         ConfigurationError: the file does not exist, cannot be read, or has another format.
@@ -116,8 +117,8 @@ def read_hparams(path: str | Path) -> dict[str, Any]:
             f"{given} is read with PyYAML, which is not installed: install it, or pass the hyperparameters as "
             "arguments of load_from_checkpoint."
         ) from None
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{given} cannot be read: {type(error).__name__}: {error}.") from error
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigurationError(f"{given} cannot be read: {error}.") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"{given} holds {a_type(found)}, but must hold a mapping of names to values.")
     return {str(name): value for name, value in found.items()}
@@ -128,18 +129,26 @@ def _from_yaml(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
+    # An empty file, as a logger writes it of no hyperparameters.
+    return {} if found is None else found
 
 
 def _from_csv(path: Path) -> dict[str, Any]:
     with path.open(newline="", encoding="utf-8") as file:
-        return {row["key"]: _literal(row["value"]) for row in csv.DictReader(file)}
+        rows = csv.DictReader(file)
+        columns = list(rows.fieldnames or ())
+        if not {"key", "value"} <= set(columns):
+            raise ValueError(
+                f"the first line must name the columns key and value, and names {', '.join(columns) or 'none'}"
+            )
+        return {row["key"]: _literal(row["value"] or "") for row in rows}
 
 
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return text

@@ -82,9 +82,13 @@ def test_a_file_with_hyperparameters(suffix: str, saved: Path, tmp_path: Path) -
         (
             "a.yaml",
             "!!python/object/apply:os.getpid []",
-            "cannot be read: ValueError: could not determine a",
+            "cannot be read: could not determine a",
         ),
-        ("a.csv", "name,value\nlr,1\n", "cannot be read: KeyError: 'key'"),
+        ("a.yaml", "[]", "holds a list, but must hold a mapping"),
+        ("a.yaml", "0", "holds an int, but must hold a mapping"),
+        ("a.yaml", "false", "holds a bool, but must hold a mapping"),
+        ("a.csv", "name,value\nlr,1\n", "must name the columns key and value, and names name, value"),
+        ("a.csv", "", "must name the columns key and value, and names none"),
     ],
 )
 def test_a_file_without_hyperparameters(
@@ -94,6 +98,19 @@ def test_a_file_without_hyperparameters(
         (tmp_path / name).write_text(text)
     with refuses(ConfigurationError, "hparams_file=", sentence):
         Regressor.load_from_checkpoint(saved, hparams_file=tmp_path / name)
+
+
+def test_a_value_of_a_csv_file_that_is_no_literal_stays_a_string(saved: Path, tmp_path: Path) -> None:
+    # A dict whose key is a list is valid syntax, and cannot be built.
+    (tmp_path / "a.csv").write_text("key,value\nlr,0.25\noptimizer,{[]: 1}\n")
+    module = Regressor.load_from_checkpoint(saved, hparams_file=tmp_path / "a.csv")
+    assert (module.hparams["lr"], module.hparams["optimizer"]) == (0.25, "{[]: 1}")
+
+
+def test_an_empty_yaml_file_has_no_hyperparameters(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("")
+    module = Regressor.load_from_checkpoint(saved, hparams_file=tmp_path / "a.yaml")
+    assert module.hparams["lr"] == Regressor().hparams["lr"]
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
