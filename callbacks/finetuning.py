@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
 from ..framework.core.optimizer_config import parameters_of, set_learning_rate
+from ..framework.core.torch_internals import BatchNorm
 from ..framework.parallel.parameter_names import canonical_names
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class BaseFinetuning(Callback):
     ) -> Generator[nn.Parameter, None, None]:
         """Yield the parameters whose ``requires_grad`` is as given; without ``train_bn`` not those of batch norms."""
         for one in BaseFinetuning.flatten_modules(modules):
-            if train_bn or not isinstance(one, _BatchNorm):
+            if train_bn or not isinstance(one, BatchNorm):
                 yield from (each for each in one.parameters(recurse=False) if each.requires_grad == requires_grad)
 
     @staticmethod
@@ -88,7 +88,7 @@ class BaseFinetuning(Callback):
     def freeze(modules: Modules, train_bn: bool = True) -> None:
         """Freeze all parameters; with ``train_bn`` those of batch norms are trained."""
         for one in BaseFinetuning.flatten_modules(modules):
-            _set_trained(one, train_bn and isinstance(one, _BatchNorm))
+            _set_trained(one, train_bn and isinstance(one, BatchNorm))
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -275,7 +275,7 @@ def _backbone(module: TrainModule) -> nn.Module:
 
 def _set_trained(module: nn.Module, trained: bool) -> None:
     """Freeze or unfreeze the parameters that a module holds itself, not those of its children."""
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNorm):
         module.track_running_stats = trained
     for parameter in module.parameters(recurse=False):
         parameter.requires_grad = trained
@@ -285,7 +285,7 @@ def _frozen_parts(module: nn.Module) -> tuple[list[str], list[str]]:
     """Return the names of the frozen parameters, and of the batch norms that do not track statistics."""
     canonical = canonical_names(module)
     frozen = [canonical(name) for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    norms = ((name, part) for name, part in module.named_modules() if isinstance(part, _BatchNorm))
+    norms = ((name, part) for name, part in module.named_modules() if isinstance(part, BatchNorm))
     return frozen, [canonical(name) for name, part in norms if not part.track_running_stats]
 
 
@@ -294,5 +294,5 @@ def _restore_frozen_parts(module: nn.Module, frozen: list[str], untracked: list[
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(canonical(name) not in names)
     for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm):
+        if isinstance(part, BatchNorm):
             part.track_running_stats = canonical(name) not in norms

@@ -22,6 +22,7 @@ from ...framework.distributed.world import placement
 from ...framework.fabric.collectives import to_device
 from ...framework.fabric.fabric import Fabric
 from ...framework.fabric.module import unwrap
+from ...framework.parallel.compilation import compilation_of
 from ...framework.system.environment import variables_set
 from .arguments import default_devices
 from .states import write_object
@@ -165,7 +166,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether ``torch.compile`` made a module."""
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+    return compilation_of(module)[0] is not module
 
 
 def is_torch_tensor(tensor: Any) -> bool:

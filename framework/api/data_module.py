@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..core.absent_names import lacks
 from ..core.arguments import NoArguments, check_names, keywords_of
 from ..core.foreign_names import MEMBERS
 from ..core.hyperparameters import HyperparametersMixin
+from ..core.torch_internals import tree_map
 from .overriding import is_overridden
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigurationError, StorageError
+from ..core.torch_internals import version_of
 from ..distributed.devices import make_current
 from .host_memory import allocate_pinned
 from .manifest import JSON
@@ -168,7 +169,7 @@ class Staging:
         try:
             for copy, tensor, _ in later:
                 copy.copy_(tensor)
-            if any(tensor._version != version for _, tensor, version in later):
+            if any(version_of(tensor) != version for _, tensor, version in later):
                 raise StorageError(
                     "An optimizer's state was changed outside of its step while it was copied: save with "
                     "asynchronous=False."
@@ -187,7 +188,7 @@ class Staging:
         size = tensor.numel() * tensor.element_size()
         copy = self._memory[place : place + size].view(tensor.dtype).view(tensor.shape)
         if later and tensor.device.type == "cpu" and not tensor.is_inference():
-            self._later.append((copy, tensor, tensor._version))
+            self._later.append((copy, tensor, version_of(tensor)))
             return copy
         if later and self._stream is not None and tensor.is_cuda:
             with torch.cuda.stream(self._stream):

@@ -9,10 +9,9 @@ from dataclasses import fields
 from types import FrameType
 from typing import Any
 
-from torch.utils._pytree import tree_map
-
 from .arguments import names_arguments, outside
 from .errors import ConfigurationError, UnknownNameError, closest_or_known, did_you_mean
+from .torch_internals import tree_map
 from .wording import a_type
 
 

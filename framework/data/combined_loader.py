@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader
 
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, DataError, unknown
+from ..core.torch_internals import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 from .dataloader import check_loader
 
 MODES = ("min_size", "max_size", "max_size_cycle", "sequential")

@@ -8,10 +8,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
-
 from ..core.errors import CheckpointError, ConfigurationError, DataError
 from ..core.global_batch import GlobalBatch
+from ..core.torch_internals import TreeSpec, tree_map, tree_unflatten
 from .combined_loader import (
     CombinedLoader,
     Rows,

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from ..core.torch_internals import tree_leaves
 from ..distributed.world import World
 
 

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.torch_internals import version_of
+
 _OWN = __name__.partition(".framework.")[0]
 _OF_MODULE = frozenset(vars(nn.Module()))
 ENGINE_ATTRIBUTES: set[str] = set()
@@ -238,7 +240,7 @@ def _visit(path: Path, value: Any, taken: Taken, seen: set[int]) -> None:
     elif isinstance(value, Tensor):
         if isinstance(value, nn.Parameter) or value.is_inference():
             return
-        content = value._version
+        content = version_of(value)
     elif kind in _DICTS or kind is set:
         if len(value) > _MOST_ITEMS:
             return
@@ -285,7 +287,7 @@ def _is_known(value: Any) -> bool:
 
 def _changes(path: Path, holder: Any, content: Any) -> Iterator[Change]:
     if isinstance(holder, Tensor):
-        if holder._version != content:
+        if version_of(holder) != content:
             yield Change(path, "copy", None, holder)
     elif type(holder) in _LISTS:
         yield from _changed_list(path, holder, content)

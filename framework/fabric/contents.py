@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from ..checkpoint.codec import encode, encode_inline
 from ..checkpoint.write_plan import CheckpointContents, Shard
 from ..core.errors import ConfigurationError, unknown
+from ..core.torch_internals import tree_map
 from ..distributed.world import World
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.parameter_names import buffer_names, names_of

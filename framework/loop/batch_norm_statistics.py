@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import ConfigurationError
+from ..core.torch_internals import BatchNorm
 from ..data.dataloader import is_map_style
 from ..data.evaluation_source import EvaluationSource
 from ..diagnostics.isolated_step import isolated
@@ -27,12 +27,12 @@ from ..run.run import Run
 from ..state.weight_averages import Average
 
 
-def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
     """Return the layers that maintain running statistics of their inputs, by name."""
     return {
         name: part
         for name, part in module.named_modules()
-        if isinstance(part, _BatchNorm) and part.running_mean is not None
+        if isinstance(part, BatchNorm) and part.running_mean is not None
     }
 
 
@@ -65,7 +65,7 @@ class StatisticsPass:
             average.keep_buffers(statistics)
         average.swap_out()
 
-    def _feed(self, limit: int | None, layers: dict[str, _BatchNorm]) -> int:
+    def _feed(self, limit: int | None, layers: dict[str, BatchNorm]) -> int:
         """Run this rank's batches and return their number. Collective if forward passes contain collectives."""
         run = self.run
         context = run.fabric.forward_context()
@@ -86,7 +86,7 @@ class StatisticsPass:
         (have,) = self.run.world.control_reduce([batch is not None]).wait()
         return have == self.run.world.size
 
-    def _agreed(self, layers: dict[str, _BatchNorm], count: int) -> dict[str, Tensor]:
+    def _agreed(self, layers: dict[str, BatchNorm], count: int) -> dict[str, Tensor]:
         """Return the statistics over all ranks by buffer name; an empty dict if no rank had a batch. Collective."""
         total = self.run.world.all_reduce(torch.tensor(float(count), device=self.run.world.device))
         if not total.item():
@@ -134,7 +134,7 @@ def statistics_pass(
 
 
 @contextmanager
-def _gathering(module: nn.Module, layers: dict[str, _BatchNorm]) -> Generator[None, None, None]:
+def _gathering(module: nn.Module, layers: dict[str, BatchNorm]) -> Generator[None, None, None]:
     """Let layers compute statistics from scratch; on exit restore their momentum, mode and statistics."""
     modes = {part: part.training for part in module.modules()}
     momenta = {layer: layer.momentum for layer in layers.values()}

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from ..core.position_rng import RandomStream
+from ..core.torch_internals import FakeTensorMode, tree_map, without_modes
 from ..diagnostics.program_state import ProgramState
 from ..parallel.blocks import replace_method
 from ..parallel.compilation import CompiledForward, uncompiled
@@ -54,7 +52,7 @@ class _Counted:
         """Count a call of a part, then make it as in any other step, so that torch does not compile it again."""
         self.__exit__()
         try:
-            with _disable_current_modes():
+            with without_modes():
                 taken = ProgramState([*self._module.modules()]).take()
                 try:
                     with RandomStream(0).entered():

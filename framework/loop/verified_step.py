@@ -25,10 +25,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from ..core.errors import ConfigurationError, CorruptionError
 from ..core.optimizer_config import parameters_of
+from ..core.torch_internals import tree_map
 from ..data.accumulation_window import MicroBatches
 from ..distributed.seed import Generators
 from ..parallel.compilation import is_compiled

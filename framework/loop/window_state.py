@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..core.errors import LoopError
 from ..core.optimizer_config import parameters_of
+from ..core.torch_internals import version_of
 from ..diagnostics.out_of_memory import is_out_of_memory
 from ..distributed.devices import empty_caches
 from .step_base import TrainingStep
@@ -74,11 +75,11 @@ class OptimizerRecord:
         changed += [each.grad for each in changed if each.grad is not None]
         changed += [slot for slots in self._state.values() for slot in slots.values() if isinstance(slot, Tensor)]
         self.tensors = changed
-        self._versions = [tensor._version for tensor in changed]
+        self._versions = [version_of(tensor) for tensor in changed]
 
     def is_unchanged(self) -> bool:
         """Whether no weight, gradient or state has changed in place."""
-        return self._versions == [tensor._version for tensor in self.tensors]
+        return self._versions == [version_of(tensor) for tensor in self.tensors]
 
     def restore_state(self) -> None:
         """Remove state that was created since, and put back tensors and numbers that were replaced."""

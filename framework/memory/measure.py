@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
@@ -29,6 +27,7 @@ from ..core.position_rng import RandomStream
 from ..core.precision import DefaultDtype, Precision
 from ..core.quantized_state import is_quantized, parts_of
 from ..core.split_optimizer import optimizers_in
+from ..core.torch_internals import FakeTensorMode, storage_key, tree_map
 from ..parallel.blocks import repeated_blocks
 from .formulas import ModelSize
 
@@ -251,13 +250,13 @@ def _watched(
 ) -> tuple[Activations, Tensor]:
     """Run a step and add up the storages that it saves for backward, without those of parameters and buffers."""
     parameters = {id(parameter) for parameter in module.parameters()}
-    known = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    known = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
     kept: dict[int, tuple[int, bool]] = {}
     # Freed storages would be reused, and two of them counted as one.
     alive: list[Tensor] = []
 
     def record(tensor: Tensor) -> Tensor:
-        place = _storage(tensor)
+        place = storage_key(tensor)
         if place not in known and place not in kept:
             kept[place] = tensor.untyped_storage().nbytes(), _is_cast_of(tensor, parameters)
             alive.append(tensor)
@@ -282,11 +281,6 @@ def _watched(
     alive.clear()
     casts = sum(size for size, is_cast in kept.values() if is_cast)
     return Activations(sum(size for size, _ in kept.values()) - casts, casts), loss
-
-
-def _storage(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
 
 
 def _is_cast_of(tensor: Tensor, parameters: set[int]) -> bool:

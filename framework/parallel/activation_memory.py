@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..core.errors import ConfigurationError, did_you_mean, unknown
+from ..core.torch_internals import TorchDispatchMode, storage_key, tree_leaves
 from .blocks import ReplacedForward, repeated_blocks, replace_method
 from .compilation import is_compiled
 from .parameter_names import canonical_names
@@ -176,11 +175,11 @@ def offloaded(part: nn.Module, forward: Forward) -> Forward:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # Under strategies that gather parameters, these are the gathered ones.
-        own = {each.untyped_storage()._cdata for each in part.parameters()}
+        own = {storage_key(each) for each in part.parameters()}
 
         def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
             # Sharded activations of tensor parallelism, and other subclasses, stay where they are.
-            if type(tensor) not in (Tensor, nn.Parameter) or tensor.untyped_storage()._cdata in own:
+            if type(tensor) not in (Tensor, nn.Parameter) or storage_key(tensor) in own:
                 return tensor.device, tensor
             # A copy on a CPU too: autograd does not notice that a tensor of such a hook is changed in place.
             host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

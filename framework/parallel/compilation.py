@@ -152,8 +152,12 @@ def is_compiled(part: nn.Module) -> bool:
 
 def is_compiled_by_user(part: nn.Module) -> bool:
     """Whether the program has compiled a module itself, or made it TorchScript."""
-    compiled = part._compiled_call_impl is not None or "_orig_mod" in part._modules
-    return compiled or isinstance(part, torch.jit.ScriptModule)
+    return has_compiled_call(part) or "_orig_mod" in part._modules or isinstance(part, torch.jit.ScriptModule)
+
+
+def has_compiled_call(part: nn.Module) -> bool:
+    """Whether the program has called ``compile()`` of a module. torch keeps the result under this private name only."""
+    return part._compiled_call_impl is not None
 
 
 @contextmanager
@@ -216,7 +220,7 @@ def _compiler(options: Mapping[str, Any], given: Any) -> Compiler:
         backend, mode = options.get("backend"), options.get("mode")
         hint = did_you_mean(str(mode), _MODES) if mode is not None else ""
         if not hint and isinstance(backend, str):
-            hint = did_you_mean(backend, torch._dynamo.list_backends())
+            hint = did_you_mean(backend, torch.compiler.list_backends())
         reason = str(error).splitlines()[0][:200].rstrip(".")
         raise ConfigurationError(f"compile={given!r} is refused by torch: {reason}.{hint}") from None
     return compiler

@@ -23,10 +23,10 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.errors import ConfigurationError
+from ..core.torch_internals import storage_key, tree_flatten, tree_map, version_of
 from .supplied import has_supplied_values, is_supplying, read_into, supply
 
 
@@ -165,7 +165,7 @@ class Deferred:
 
     def recipe(self, parameter: Tensor) -> View | None:
         """Return the part of a recipe that is a parameter, or None if it was not built here."""
-        recipe = self._by_storage.get(parameter.untyped_storage()._cdata) if parameter.is_meta else None
+        recipe = self._by_storage.get(storage_key(parameter)) if parameter.is_meta else None
         found: View | None = self._recipes.get(parameter) if recipe is None else view_of(parameter, recipe)
         return found
 
@@ -179,7 +179,7 @@ class Deferred:
     def forget(self, parameter: Tensor) -> None:
         """Release the recipe of a parameter."""
         self._recipes.pop(parameter, None)
-        self._by_storage.pop(parameter.untyped_storage()._cdata, None)
+        self._by_storage.pop(storage_key(parameter), None)
 
     @contextmanager
     def recording(self) -> Generator[None, None, None]:
@@ -225,7 +225,7 @@ class _Recorder(TorchFunctionMode):
     def find(self, value: Any) -> Recipe | None:
         """Return the recipe of a tensor that has no data yet."""
         if isinstance(value, Tensor) and value.is_meta:
-            return self.known.get(value.untyped_storage()._cdata)
+            return self.known.get(storage_key(value))
         return None
 
     def view(self, value: Any) -> View | None:
@@ -253,7 +253,7 @@ class _Recorder(TorchFunctionMode):
             return func(args[0], recipe.value())
         if name == "__set__" or name in _HARMLESS:
             return func(*args, **kwargs)
-        if name == "clone" and tensors[0].numel() == self.known[tensors[0].untyped_storage()._cdata].base.numel():
+        if name == "clone" and tensors[0].numel() == self.known[storage_key(tensors[0])].base.numel():
             return self._clone(tensors[0])
         if _in_place(name) or kwargs.get("out") is not None:
             return self._fill(func, name, args, kwargs)
@@ -275,7 +275,7 @@ class _Recorder(TorchFunctionMode):
             return torch.empty(*args, **kwargs)
         with torch.inference_mode(False):
             tensor = torch.empty(*args, **{**kwargs, "device": "meta"})
-        self.known[tensor.untyped_storage()._cdata] = Recipe(tensor.detach(), device)
+        self.known[storage_key(tensor)] = Recipe(tensor.detach(), device)
         return tensor
 
     def _supplied(self, func: Any, tensor: Tensor, *read: Callable[[], Tensor]) -> Any:
@@ -293,7 +293,7 @@ class _Recorder(TorchFunctionMode):
             return
         if recipe is None:
             recipe = Recipe(tensor.detach(), torch.device("cpu"))
-            self.known[tensor.untyped_storage()._cdata] = recipe
+            self.known[storage_key(tensor)] = recipe
         if tensor.numel() == recipe.base.numel():
             recipe.steps.clear()
         target = view_of(tensor, recipe)
@@ -301,10 +301,10 @@ class _Recorder(TorchFunctionMode):
 
     def _clone(self, tensor: Tensor) -> Tensor:
         """Return a copy without data, for ``copy.deepcopy`` of layers."""
-        recipe = self.known[tensor.untyped_storage()._cdata]
+        recipe = self.known[storage_key(tensor)]
         with torch.inference_mode(False):
             copy = torch.empty_like(recipe.base)
-        self.known[copy.untyped_storage()._cdata] = Recipe(copy, recipe.device, list(recipe.steps))
+        self.known[storage_key(copy)] = Recipe(copy, recipe.device, list(recipe.steps))
         return copy.as_strided(tensor.size(), tensor.stride())
 
     def initialiser(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -341,7 +341,7 @@ class _Recorder(TorchFunctionMode):
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Call functions of shapes and views unchanged, and functions of values with materialized tensors."""
-        versions = [tensor._version for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
@@ -349,19 +349,19 @@ class _Recorder(TorchFunctionMode):
         # torch does not treat its own named results as containers.
         leaves = tree_flatten(list(result) if isinstance(result, tuple) else result)[0]
         made = [each for each in leaves if isinstance(each, Tensor)]
-        known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        unchanged = versions == [tensor._version for tensor in tensors]
-        if unchanged and all(each.untyped_storage()._cdata in known for each in made):
+        known = {storage_key(tensor) for tensor in tensors}
+        unchanged = versions == [version_of(tensor) for tensor in tensors]
+        if unchanged and all(storage_key(each) in known for each in made):
             return result
         return self._execute(func, args, kwargs)
 
     def _execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function with materialized tensors, and keep the values of those that it changes."""
         tensors = [each for each in tree_flatten((args, kwargs))[0] if self.find(each) is not None]
-        recipes = [self.known[tensor.untyped_storage()._cdata] for tensor in tensors]
+        recipes = [self.known[storage_key(tensor)] for tensor in tensors]
         # Tensors that share memory share it here, too.
         wholes = {id(recipe): (recipe, recipe.value()) for recipe in recipes}
-        versions = {key: whole._version for key, (_, whole) in wholes.items()}
+        versions = {key: version_of(whole) for key, (_, whole) in wholes.items()}
         values: dict[int, Tensor] = {}
         for tensor, recipe in zip(tensors, recipes, strict=True):
             _, whole = wholes[id(recipe)]
@@ -369,7 +369,7 @@ class _Recorder(TorchFunctionMode):
         args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs))
         result = func(*args, **kwargs)
         for key, (recipe, whole) in wholes.items():
-            if whole._version != versions[key]:
+            if version_of(whole) != versions[key]:
                 self._fill(Tensor.copy_, "copy_", (recipe.base, whole), {})
         given = {id(values[id(tensor)]): tensor for tensor in tensors}
         return tree_map(lambda each: given.get(id(each), each), result)

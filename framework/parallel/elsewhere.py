@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.errors import ConfigurationError
+from ..core.torch_internals import tree_leaves, tree_map_only, without_subclasses
 
 _OWN = __name__.partition(".framework.")[0]
 _METADATA = {"size", "numel", "dim", "stride", "is_floating_point", "is_complex", "element_size", "requires_grad_"}
@@ -36,8 +36,7 @@ class Elsewhere(Tensor):
         """Refuse code that needs the values; the shape and the like are known."""
         if cls.needs_values(func, (args, kwargs)) and is_called_by_user():
             raise cls.error()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return without_subclasses(func, *args, **(kwargs or {}))
 
     @classmethod
     def needs_values(cls, func: Any, given: Any) -> bool:
@@ -74,16 +73,19 @@ class NotGatheredValue(Elsewhere):
         """Whether a function reads values, or has tensors that have some."""
         if getattr(func, "__name__", "") in _READS:
             return True
-        with torch._C.DisableTorchFunctionSubclass():
+
+        def has_values() -> bool:
             return any(isinstance(each, Tensor) and not each.is_meta for each in tree_leaves(given))
+
+        return bool(without_subclasses(has_values))
 
 
 class NotGathered(NotGatheredValue, nn.Parameter):
     """A parameter that only another rank holds after a stage."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NotGathered:
-        with torch._C.DisableTorchFunctionSubclass():
-            copied = nn.Parameter(torch.empty_like(self), self.requires_grad)
+        empty = without_subclasses(torch.empty_like, self)
+        copied = nn.Parameter(empty, self.requires_grad)
         # No ordinary way: a call of the class has a result without its type.
         copied.__class__ = NotGathered
         memo[id(self)] = copied
@@ -91,8 +93,7 @@ class NotGathered(NotGatheredValue, nn.Parameter):
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(NotGatheredValue) if type(tensor) is Tensor and tensor.is_meta else tensor
+    return tensor.as_subclass(NotGatheredValue) if type(tensor) is Tensor and tensor.is_meta else tensor
 
 
 def is_called_by_user() -> bool:

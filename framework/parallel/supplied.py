@@ -19,7 +19,8 @@ from torch.overrides import (
     handle_torch_function,
     has_torch_function_unary as is_dispatched,
 )
-from torch.utils._pytree import tree_leaves
+
+from ..core.torch_internals import storage_key, tree_leaves, version_of
 
 # These read no values: shapes, attributes, and views, which share the memory by which tensors are known here.
 _WITHOUT_VALUES = {"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex"}
@@ -78,20 +79,20 @@ class SuppliedValues(TorchFunctionMode):
         used = [(leaf, found) for leaf in tree_leaves((args, kwargs)) if (found := self._find(leaf)) is not None]
         for _, found in used:
             self._read(found)
-        versions = [leaf._version for leaf, _ in used]
+        versions = [version_of(leaf) for leaf, _ in used]
         result = func(*args, **kwargs)
         for (leaf, found), version in zip(used, versions, strict=True):
-            found.is_changed |= leaf._version != version
+            found.is_changed |= version_of(leaf) != version
         return result
 
     def _supply(self, tensor: Tensor, read: Callable[[], Tensor]) -> None:
         # Without data there is nothing to read into, and nothing that could be changed.
-        self._by_storage[tensor.untyped_storage()._cdata] = _Supplied(tensor, None if tensor.is_meta else read)
+        self._by_storage[storage_key(tensor)] = _Supplied(tensor, None if tensor.is_meta else read)
 
     def _find(self, value: Any) -> _Supplied | None:
         if type(value) not in (Tensor, nn.Parameter) or not torch._C._has_storage(value):
             return None
-        return self._by_storage.get(value.untyped_storage()._cdata)
+        return self._by_storage.get(storage_key(value))
 
     @staticmethod
     def _read(found: _Supplied) -> None:

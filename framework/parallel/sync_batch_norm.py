@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..core.torch_internals import BatchNorm
 
 # A list, so that a context can set it: whether the inputs of this rank are those of a filler, which do not count.
 _filling = [False]
@@ -41,7 +42,7 @@ class _SumOverRanks(torch.autograd.Function):
         return total
 
 
-class CollectiveBatchNorm(_BatchNorm):
+class CollectiveBatchNorm(BatchNorm):
     """Normalizes [batch, channels, *] by mean and variance over the batches of all ranks. Collective in training
     mode."""
 
@@ -123,7 +124,7 @@ def share_batch_statistics(module: nn.Module, device_type: str) -> Callable[[], 
     The layers remain the same objects, with their parameters and hooks: only their computation changes.
     """
     kinds = {
-        layer: type(layer) for layer in module.modules() if isinstance(layer, _BatchNorm) and not is_collective(layer)
+        layer: type(layer) for layer in module.modules() if isinstance(layer, BatchNorm) and not is_collective(layer)
     }
     for layer in kinds:
         if device_type == "cuda":

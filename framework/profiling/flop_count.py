@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..core.torch_internals import TorchDispatchMode, is_in_backward
 
 _aten = torch.ops.aten
 # The operands of matrix products. An operation that is not listed, such as attention, takes twice the FLOPs of its
@@ -81,7 +82,7 @@ class FlopCount(TorchDispatchMode):
         operation = getattr(func, "overloadpacket", func)
         formula = self._formulas.get(operation)
         # In a backward pass the current graph task has a number.
-        if formula is not None and not self._is_paused and torch._C._current_graph_task_id() == -1:
+        if formula is not None and not self._is_paused and not is_in_backward():
             try:
                 self._flops += formula(*args, **kwargs, out_val=output) * (1 + _gradients(operation, args))
             except Exception:  # a formula of another version of torch, or the user's own; training continues

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as distributed_c10d
-from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _utils
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.patches import patch
+from ..core.torch_internals import FakeTensorConverter, without_modes
 
 
 @contextlib.contextmanager
@@ -46,12 +45,12 @@ def _adapt_torch(patches: ExitStack) -> None:
 
     def mesh(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         # The coordinates of this rank, which are read from a tensor of ranks.
-        with _disable_current_modes():
+        with without_modes():
             build(self, *args, **kwargs)
 
     def placed(*args: Any, **kwargs: Any) -> Any:
         # The offsets of this rank's part, which are read from a tensor of indices.
-        with _disable_current_modes():
+        with without_modes():
             return place(*args, **kwargs)
 
     patch(patches, DeviceMesh, "__init__", mesh)

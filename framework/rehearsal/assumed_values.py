@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from ..core.torch_internals import FakeTensor, tree_flatten, tree_leaves, tree_map, tree_unflatten, without_modes
 
 _ATEN = torch.ops.aten
 # Operators whose results are the numbers of the largest entries along a dim: the position of the result among several,
@@ -52,7 +51,7 @@ class AssumedValues:
         held = self._held.get(self._number_of(tensor)) if self._held else None
         if held is None or held.dtype != tensor.dtype or held.nbytes != tensor.untyped_storage().nbytes():
             return tensor.constant
-        with _disable_current_modes():
+        with without_modes():
             return held.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def number(self, tensor: Tensor) -> Any:
@@ -60,13 +59,13 @@ class AssumedValues:
         values = self.of(tensor)
         if values is None:
             return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
-        with _disable_current_modes():
+        with without_modes():
             return values.item()
 
     def give(self, tensor: Tensor, values: Tensor) -> None:
         """Set the values of a tensor, which has a storage of its own."""
         if isinstance(tensor, FakeTensor) and tensor.numel() <= _MOST_ELEMENTS and not tensor.is_sparse:
-            with _disable_current_modes():
+            with without_modes():
                 size = tensor.untyped_storage().nbytes() // tensor.element_size()
                 held = self._held[self._number_of(tensor)] = torch.zeros(size, dtype=tensor.dtype)
                 held.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(values)
@@ -138,7 +137,7 @@ class AssumedValues:
         if any(isinstance(each, Tensor) and values is None for each, values in zip(leaves, known, strict=True)):
             return None
         values, options = tree_unflatten(known, structure)
-        with _disable_current_modes():
+        with without_modes():
             return func(*values, **options)
 
     def _forget_changed(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -158,7 +157,7 @@ class AssumedValues:
         chosen = results[position]
         keeps = chosen.dim() == given.dim()
         rows = chosen.movedim(dim, -1) if keeps else chosen.unsqueeze(-1)
-        with _disable_current_modes():
+        with without_modes():
             values = balanced_choices(rows.shape[:-1].numel(), given.shape[dim], rows.shape[-1]).reshape(rows.shape)
             self.give(chosen, values.movedim(-1, dim) if keeps else values.squeeze(-1))
 
@@ -172,7 +171,7 @@ class AssumedValues:
         if values is None:
             return
         ranks, rank = group.size(), group.rank()
-        with _disable_current_modes():
+        with without_modes():
             own = values.split(list(sent_sizes) or values.shape[0] // ranks)[rank]
             if output.shape[0] == ranks * own.shape[0] and len(set(received_sizes)) < 2:
                 self.give(output, torch.cat([own] * ranks))
@@ -189,7 +188,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _count(mask: Tensor) -> int:
-    with _disable_current_modes():
+    with without_modes():
         return int(mask.sum())
 
 

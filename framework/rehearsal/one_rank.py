@@ -22,10 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from ..api.contracts import TrainerView
 from ..api.data_module import DataModule
@@ -35,6 +33,7 @@ from ..core.optimizer_config import parameters_of, resolve_optimizers
 from ..core.precision import DefaultDtype, Precision
 from ..core.quantized_state import is_quantized, parts_of
 from ..core.split_optimizer import optimizers_in
+from ..core.torch_internals import FakeTensorMode, tree_map
 from ..memory.communication import Traffic
 from ..memory.formulas import Bytes
 from ..memory.measure import copied

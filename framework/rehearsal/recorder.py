@@ -13,18 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    unset_fake_temporarily,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.degrees import Layout
 from ..core.errors import ConfigurationError
 from ..core.patches import patch
+from ..core.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    TorchDispatchMode,
+    storage_key,
+    tree_leaves,
+    tree_map,
+    unset_fake_temporarily,
+)
 from ..memory.communication import Traffic
 from ..memory.formulas import Bytes
 from .assumed_values import AssumedValues
@@ -181,7 +183,7 @@ class Recorder(TorchDispatchMode):
 
     def _update(self, storage: Any) -> int:
         """Record the size of a storage; return its serial number."""
-        address = storage._cdata
+        address = storage_key(storage)
         known = self._live.get(address)
         if known is None or known[1]() is not storage:
             number = len(self._sizes)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
+from ..core.torch_internals import tree_map
 from ..system.atomic_files import new_file, refuse_existing
 
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..checkpoint import read_manifest, save
 from ..checkpoint.staging import SaveThread
 from ..core.errors import CheckpointError, ConfigurationError, StorageError
+from ..core.torch_internals import tree_map
 from ..data.accumulation_window import Windows
 from ..distributed.world import World
 from ..run.run import Run

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils._pytree import tree_map
-
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, DataError
+from ..core.torch_internals import tree_map
 from ..data.combined_source import prepare_evaluations, prepare_training
 from ..data.dataloader import in_order
 from ..distributed.rank_zero_first import first_in_turn

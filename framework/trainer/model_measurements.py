@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..core.errors import ConfigurationError
 from ..core.position_rng import RandomStream
+from ..core.torch_internals import tree_leaves
 from ..data.combined_source import prepare_training
 from ..distributed.devices import device_of
 from ..distributed.world import World

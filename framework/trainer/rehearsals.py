@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from torch._subclasses import fake_tensor
-
 from ..core.degrees import Degrees
 from ..core.errors import PhalanxError
 from ..core.global_batch import pieces_of
@@ -21,6 +19,7 @@ from ..core.patches import patch
 from ..core.position_rng import RandomStream
 from ..core.registry import STRATEGIES
 from ..core.size_text import size_text
+from ..core.torch_internals import FakeTensorMode
 from ..distributed.groups_aside import groups_aside
 from ..launch import launch_function
 from ..memory.formulas import LAYOUTS, Footprint
@@ -208,7 +207,7 @@ class Rehearsals:
             # Training finds the generators as the user left them.
             stack.enter_context(RandomStream(0).entered())
             # It prints the stack of each operation that fails.
-            patch(stack, logging.getLogger(fake_tensor.__name__), "disabled", True)
+            patch(stack, logging.getLogger(FakeTensorMode.__module__), "disabled", True)
             stack.enter_context(TimeLimit(seconds))
             return rehearse(strategy, part, machines.world_size, machines.num_nodes)
 

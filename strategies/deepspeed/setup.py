@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.torch_internals import NormWithStatistics
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import replace_tensors, share_tensors, tensors_of, without_data
@@ -206,7 +206,7 @@ class _ExactStatistics:
 def allow_exact_statistics(module: nn.Module) -> dict[nn.Module, type[nn.Module]]:
     """Let batch norm layers keep fp32 statistics beside weights of a lower dtype; return the layers' own classes."""
     classes: dict[nn.Module, type[nn.Module]] = {
-        part: type(part) for part in module.modules() if isinstance(part, _NormBase) and part.affine
+        part: type(part) for part in module.modules() if isinstance(part, NormWithStatistics) and part.affine
     }
     for layer, own in classes.items():
         # No ordinary way: the user's module refers to the layer, so it has to stay the same object, and in a copy of

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...framework.core.errors import ConfigurationError, LoopError
+from ...framework.core.torch_internals import is_in_backward, version_of
 from ...framework.distributed.world import World
 from ...framework.parallel.step_flags import RunOrder
 from .access import engine_runs
@@ -124,7 +125,7 @@ class Gathering:
 
     def _begin_forward(self, module: nn.Module) -> None:
         # Not in a backward pass, which runs checkpointed modules again.
-        if (number := self._numbers.get(id(module))) is not None and torch._C._current_graph_task_id() == -1:
+        if (number := self._numbers.get(id(module))) is not None and not is_in_backward():
             self.order.note(number)
         self._before_forward(module)
 
@@ -222,7 +223,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     used = [(one, _GATHERING[id(one)]) for one in _sharded(args) if id(one) in _GATHERING]
     used += [(one, _GATHERING[id(one)]) for one in _sharded(kwargs.values()) if id(one) in _GATHERING]
     fetched = [gathering.gather(parameter) for parameter, gathering in used]
-    versions = [parameter._version for parameter, _ in used]
+    versions = [version_of(parameter) for parameter, _ in used]
     result = func(*args, **kwargs)
     outputs = list(_tensors(result))
     for (parameter, gathering), was_absent, version in zip(used, fetched, versions, strict=True):
@@ -231,7 +232,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             hold(parameter)
         if any(_shares(one, parameter) for one in others):
             gathering.lend(parameter)
-        if parameter._version != version:
+        if version_of(parameter) != version:
             gathering.write(parameter)
         if was_absent and not gathering.is_lent(parameter):
             gathering.release(parameter)

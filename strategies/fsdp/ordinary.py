@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils._pytree import tree_map_only
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.torch_internals import tree_map_only
 from ...framework.distributed.world import World
 from .boxes import box_in, box_of, like, local_of, whole_of_parts
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_map_only
 
 from ...framework.core.precision import at_least_fp32
+from ...framework.core.torch_internals import tree_map_only
 
 Context: TypeAlias = "AbstractContextManager[Any] | None"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ...framework.core.errors import LoopError
+from ...framework.core.torch_internals import tree_map
 from ...framework.diagnostics.program_state import Change, ProgramState
 
 

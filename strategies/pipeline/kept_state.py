@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...framework.core.errors import LoopError
+from ...framework.core.torch_internals import tree_leaves, tree_map
 from ...framework.diagnostics.program_state import Large, ProgramState, Taken, packed, sendable
 from ...framework.distributed.world import World
 from .absent import absent_like
