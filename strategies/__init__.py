@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     )
     from .ddp import DDPStrategy as DDPStrategy
     from .deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
-    from .fsdp.strategy import FSDPStrategy as FSDPStrategy
-    from .fsdp.variants import hsdp as hsdp
+    from .fsdp.strategy import FSDPStrategy as FSDPStrategy, hsdp as hsdp
     from .pipeline.strategy import PipelineStrategy as PipelineStrategy
     from .single import SingleDeviceStrategy as SingleDeviceStrategy
 
@@ -31,8 +30,7 @@ _HOMES = {
     "..framework.parallel.strategy": "Routed StepAdapter StepFunction Strategy Traits",
     ".ddp": "DDPStrategy",
     ".deepspeed.strategy": "DeepSpeedStrategy",
-    ".fsdp.strategy": "FSDPStrategy",
-    ".fsdp.variants": "hsdp",
+    ".fsdp.strategy": "FSDPStrategy hsdp",
     ".pipeline.strategy": "PipelineStrategy",
     ".single": "SingleDeviceStrategy",
 }

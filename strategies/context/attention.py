@@ -26,14 +26,14 @@ from ...framework.core.patches import patch
 
 _ATTENTION = nn.functional.scaled_dot_product_attention
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+# Private: the function by which all backward passes enter the engine. torch has no public hook around one.
 _run_backward = torch.autograd.graph._engine_run_backward
 
 
 class RoutedAttention(TorchFunctionMode):
     """A context in which ``scaled_dot_product_attention`` computes over the full sequence.
 
-    It also holds for activations that a backward pass computes again. For that a private name of torch is used: the
-    function by which all backward passes enter the engine.
+    It also holds for activations that a backward pass computes again.
 
     Args:
         compute: the function that is called in its place.
@@ -136,8 +136,13 @@ def _exchanged(tensor: Tensor, group: dist.ProcessGroup, split: int, join: int) 
     return torch.cat(received.unbind(), join)
 
 
-class _Arrived(torch.autograd.Function):
-    """Returns a tensor unchanged, and marks that gradients of other ranks' losses arrive behind it."""
+class _AfterRing(torch.autograd.Function):
+    """Returns the output of ring attention unchanged, and marks its place in the graph of a loss.
+
+    The backward pass of the ring brings gradients of other ranks' losses along. Where this rank's own loss does not
+    count, phalanx sets the gradients in the graph to zero, except behind nodes of a class with this attribute. The
+    nodes of torch's ring have no such attribute.
+    """
 
     carries_gradients_of_other_ranks = True
 
@@ -155,8 +160,9 @@ class _Arrived(torch.autograd.Function):
 class RingAttention:
     """Attention by torch's ring of ranks, for CUDA.
 
-    Private names of torch are used: the flag that it expects parts in order, not rearranged to balance the work of
-    causal attention; and the function that lets attention of sharded tensors go around the ring.
+    The module is private, and so are two of its names: the flag that it expects parts in order, not rearranged to
+    balance the work of causal attention; and the function that lets attention of sharded tensors go around the ring.
+    The public ``context_parallel`` does both, but it needs the tensors of a batch, which it resizes and cuts itself.
 
     Args:
         mesh: the ranks that share the sequences, in the order of their parts.
@@ -193,8 +199,8 @@ class RingAttention:
         )
         mixed = _ATTENTION(query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
         assert isinstance(mixed, DTensor)
-        arrived: Tensor = _Arrived.apply(mixed.to_local())  # type: ignore[no-untyped-call]
-        return arrived
+        output: Tensor = _AfterRing.apply(mixed.to_local())  # type: ignore[no-untyped-call]
+        return output
 
 
 def check_mask(mask: Tensor | None) -> None:

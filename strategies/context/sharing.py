@@ -1,4 +1,4 @@
-"""Access of strategies to context parallelism, which is loaded only where ranks share sequences."""
+"""Functions by which strategies set up context parallelism; its code is imported only where ranks share sequences."""
 
 from __future__ import annotations
 
@@ -23,5 +23,8 @@ def sharing_sequences(world: World, layout: Layout) -> tuple[ContextParallel | N
 
 
 def attention_of(sequences: ContextParallel | None) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the context of backward passes, in which activations that are computed again attend again."""
+    """Return a function that returns the context of a backward pass; with context parallelism, one of full attention.
+
+    A backward pass calls attention where it recomputes activations.
+    """
     return nullcontext if sequences is None else sequences.attention

@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING
 from ...framework.core.lazy_exports import on_call
 
 if TYPE_CHECKING:
-    from .replicated import SplitReplicas as SplitReplicas
+    from .strategy import SplitReplicas as SplitReplicas
 
-__getattr__ = on_call(__name__, {".replicated": "SplitReplicas"})
+__getattr__ = on_call(__name__, {".strategy": "SplitReplicas"})

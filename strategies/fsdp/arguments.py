@@ -11,8 +11,8 @@ from ...framework.core.degrees import Degrees, Layout
 from ...framework.core.errors import ConfigurationError, is_count, unknown
 from ...framework.core.precision import Precision
 from ..context.sharing import NO_COMPILING
-from .activations import NO_RECOMPUTATION, Checkpointed
 from .mesh import Replicas
+from .units import NO_RECOMPUTATION, Checkpointed
 
 _GATHERS = ("rank_zero", "all", "none")
 _NO_COMPILING_OF_EXPERTS = (

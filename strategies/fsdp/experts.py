@@ -29,6 +29,7 @@ from ...framework.core.wording import a_type
 from ...framework.distributed.world import World
 from ...framework.parallel.blocks import ReplacedForward, replace_method
 from .dispatch import Dispatch, Sending
+from .local_shards import local_of
 
 _HOOK = "configure_expert_parallel"
 # Attributes that transformers gives to layers of experts with its interface.
@@ -230,12 +231,8 @@ def divide(layers: Iterable[nn.Module], meshes: ExpertMeshes) -> list[Callable[[
 
 def shard_placement(parameter: Tensor, ranks: int) -> Shard:
     """Return how ``fully_shard`` splits a rank's experts: by expert, or along a dim that the ranks divide."""
-    even = [dim for dim, size in enumerate(_local(parameter).shape) if size % ranks == 0]
+    even = [dim for dim, size in enumerate(local_of(parameter).shape) if size % ranks == 0]
     return Shard(even[0] if even else 0)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _checked(name: str, signature: inspect.Signature, run: Dispatch, *args: Any, **kwargs: Any) -> Tensor:

@@ -21,18 +21,19 @@ from torch.optim import Optimizer
 
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.distributed.world import World
-from .boxes import box_in, box_of, local_of
+from .local_shards import local_of, part_at, shape_and_offsets
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
+_Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Owned:
-    """A sharded parameter, the rank that updates it, and the boxes of the ranks that exchange shards of it."""
+    """A sharded parameter and the rank that updates it."""
 
     parameter: DTensor
     owner: int
-    boxes: dict[int, _Box]
+    places: dict[int, _Place]
+    """Shape and offsets of the shards, by rank, of those ranks that hold different ones."""
 
 
 class FullUpdates:
@@ -107,9 +108,9 @@ class FullUpdates:
             sizes = [0] * world.size
             for one in live:
                 if one.owner == rank:
-                    for peer, (shape, offsets) in one.boxes.items():
-                        parts[peer].append(box_in(results[id(one)], shape, offsets))
-                sizes[one.owner] += prod(one.boxes[rank][0])
+                    for peer, (shape, offsets) in one.places.items():
+                        parts[peer].append(part_at(results[id(one)], shape, offsets))
+                sizes[one.owner] += prod(one.places[rank][0])
             received = world.all_to_all(_flat(parts, live), sizes)
             taken = [0] * world.size
             for one in live:
@@ -142,7 +143,7 @@ class FullUpdates:
             for one, local in pairs:
                 parts[one.owner].append(local)
                 if one.owner == rank:
-                    for peer, (shape, _) in one.boxes.items():
+                    for peer, (shape, _) in one.places.items():
                         sizes[peer] += prod(shape)
             received = world.all_to_all(_flat(parts, [one for one, _ in pairs]), sizes)
             taken = [0] * world.size
@@ -150,9 +151,9 @@ class FullUpdates:
                 if one.owner != rank:
                     continue
                 full = local.new_empty(one.parameter.shape)
-                for peer, (shape, offsets) in one.boxes.items():
+                for peer, (shape, offsets) in one.places.items():
                     start, taken[peer] = taken[peer], taken[peer] + prod(shape)
-                    box_in(full, shape, offsets).copy_(received[peer][start : taken[peer]].view(shape))
+                    part_at(full, shape, offsets).copy_(received[peer][start : taken[peer]].view(shape))
                 yield id(one), full
 
     def release(self) -> None:
@@ -183,7 +184,7 @@ def _flat(parts: Sequence[Sequence[Tensor]], live: Sequence[Owned]) -> list[Tens
 def _assigned(optimizer: Optimizer, world: World) -> list[Owned]:
     """Choose an owner for every sharded parameter, so that all ranks have about the same to compute. Collective."""
     parameters = [each for each in parameters_of(optimizer) if isinstance(each, DTensor)]
-    boxes = world.all_gather_object([box_of(parameter) for parameter in parameters])
+    places = world.all_gather_object([shape_and_offsets(parameter) for parameter in parameters])
     loads: dict[int, list[int]] = {}
     owners: dict[int, int] = {}
     order = sorted(range(len(parameters)), key=lambda number: -_cost(parameters[number]))
@@ -195,7 +196,7 @@ def _assigned(optimizer: Optimizer, world: World) -> list[Owned]:
         load[position] += _cost(parameters[number])
         owners[number] = peers[position]
     return [
-        Owned(parameter, owners[number], {peer: boxes[peer][number] for peer in _peers(parameter)})
+        Owned(parameter, owners[number], {peer: places[peer][number] for peer in _peers(parameter)})
         for number, parameter in enumerate(parameters)
     ]
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ...framework.checkpoint.finite_check import all_finite, scale_and_check
 from ...framework.distributed.world import World
 from ...framework.parallel.gradient_operations import GradientOperations
-from .boxes import local_of
+from .local_shards import local_of
 
 
 class ShardedGradients(GradientOperations):

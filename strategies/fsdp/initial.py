@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
-from ...framework.parallel.meta_device import Owner, owners_of
-from .boxes import box_in, box_of, like, whole_of_parts
+from ...framework.parallel.meta_device import Owner, check_same_on_all_ranks, owners_of
+from .local_shards import like, part_at, shape_and_offsets, whole_of_parts
 
 _RESETS = ("reset_parameters", "_reset_parameters")
+# Longer lists in attributes are data, which holds no parameters.
+_MOST_KEPT = 100_000
 
 
 @dataclass
@@ -71,16 +73,64 @@ def put_shard(source: Source, whole: Tensor | None, device: torch.device, world:
     """
     empty = source.now
     assert isinstance(empty, DTensor)
-    shape, offsets = box_of(empty)
+    shape, offsets = shape_and_offsets(empty)
     if whole is None:
         local = torch.empty(shape, dtype=source.given.dtype, device=device)
     else:
-        local = box_in(whole, shape, offsets)
+        local = part_at(whole, shape, offsets)
         local = local.to(device, copy=True) if world.size > 1 else local.to(device).contiguous()
     parameter = nn.Parameter(like(empty, local), requires_grad=source.given.requires_grad)
-    parameter._fsdp_orig_uid = getattr(empty, "_fsdp_orig_uid", None)  # type: ignore[attr-defined]
     source.put(parameter)
     return parameter
+
+
+@contextmanager
+def keeping(module: nn.Module) -> Generator[None, None, None]:
+    """Context in which parameters of a module are replaced: its lists, dicts and sets then hold the new ones.
+
+    Modules keep parameters in such attributes besides those that are registered.
+    """
+    before = dict(module.named_parameters())
+    kept = list(_containers_of_parameters(module))
+    yield
+    after = dict(module.named_parameters())
+    new = {id(parameter): after[name] for name, parameter in before.items()}
+    for held in kept:
+        _renew(held, new)
+
+
+def _containers_of_parameters(module: nn.Module) -> Iterator[list[Any] | dict[Any, Any] | set[Any]]:
+    """Yield the containers in attributes of modules that hold parameters, also those in other containers."""
+    own = set(vars(nn.Module()))
+    containers = [value for part in module.modules() for key, value in vars(part).items() if key not in own]
+    seen: set[int] = set()
+    while containers:
+        held = containers.pop()
+        if id(held) in seen or not isinstance(held, list | dict | set | tuple) or len(held) > _MOST_KEPT:
+            continue
+        seen.add(id(held))
+        contents = [*held, *(held.values() if isinstance(held, dict) else ())]
+        containers += contents
+        if not isinstance(held, tuple) and any(isinstance(each, nn.Parameter) for each in contents):
+            yield held
+
+
+def _renew(held: list[Any] | dict[Any, Any] | set[Any], new: Mapping[int, nn.Parameter]) -> None:
+    """Replace the parameters in a container by the new ones, and leave everything else in its order."""
+
+    def renewed(value: Any) -> Any:
+        return new.get(id(value), value)
+
+    if isinstance(held, list):
+        held[:] = map(renewed, held)
+    elif isinstance(held, set):
+        contents = set(map(renewed, held))
+        held.clear()
+        held |= contents
+    else:
+        items = [(renewed(key), renewed(value)) for key, value in held.items()]
+        held.clear()
+        held.update(items)
 
 
 class Origins:
@@ -98,7 +148,7 @@ class Origins:
         self.deferred = deferred
         self.world = world
         self.supplied = supplied
-        _check_same_on_all_ranks(module, world)
+        check_same_on_all_ranks(module, world)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         later = {id(parameters[name]) for name in supplied if name in parameters}
         parameters = {name: given for name, given in parameters.items() if id(given) not in later}
@@ -179,19 +229,19 @@ class Origins:
                 yield prefix, part
 
 
-def _check_same_on_all_ranks(module: nn.Module, world: World) -> None:
-    """Raise if ranks hold different parameters: their collectives would not match, and the job would hang."""
-    own = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
-    digest = sha256(repr(own).encode()).hexdigest()
-    if all(other == digest for other in world.all_gather_object(digest)):
-        return
-    for rank, theirs in enumerate(world.all_gather_object(own)):
-        if theirs != own:
-            name = next((a[0] for a, b in zip(own, theirs, strict=False) if a != b), "how many there are")
-            raise ConfigurationError(
-                f"rank {rank} holds other parameters than rank {world.rank} (the first to differ: {name}): build the "
-                "same model on all ranks, with the same layers tied and frozen; module.to('meta') cuts ties."
-            )
+@torch.no_grad()
+def fill(sources: list[Source], origins: Origins, put: Callable[[Source, Tensor | None], Any]) -> None:
+    """Replace parameters one at a time, so that at most one full value is in memory. Collective.
+
+    Args:
+        sources: the original parameters; each is removed from the list before the next one takes memory.
+        origins: the values.
+        put: takes a source and its value, which is None if it is loaded later, and puts the new parameter in place.
+    """
+    while sources:
+        source = sources.pop(0)
+        put(source, origins.value(source.name, source.given))
+        origins.release(source.given)
 
 
 def _empty(held: nn.Parameter, device: torch.device) -> nn.Parameter:

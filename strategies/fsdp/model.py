@@ -3,61 +3,94 @@
 The model is sharded on the meta device and filled one parameter at a time. Besides the weights that rank 0 holds, at
 most one full parameter is in memory, so a model that does not fit into the memory of one rank can be sharded.
 
-Private functions of torch's FSDP are called to run a backward pass inside the outermost call, to apply changes of
-``requires_grad`` to gathered parameters, and to raise errors in set-up.
+torch's FSDP divides gradients by the number of ranks in the mesh when it reduces them in the backward pass. No other
+code averages the gradients of sharded parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.split_optimizer import optimizers_in
+from ...framework.core.torch_internals import BatchNorm
 from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
+from ...framework.parallel.compilation import has_compiled_call
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.gradient_operations import average_gradients
 from ...framework.parallel.meta_device import replace_tensors, supplied_names
 from ...framework.parallel.strategy import StepAdapter, StepFunction
 from ..limits import updates_full_parameters
-from .activations import checkpoint_forward, checkpointed_parts
-from .boxes import local_of, whole_of_parts
-from .dtypes import modules_of_other_dtypes
-from .experts import divide, expert_layers, shard_placement
+from .experts import ExpertMeshes, divide, expert_layers, shard_placement
+from .full_semantics import FullSemantics, full_value
 from .full_updates import FullUpdates
-from .gathering import prepare_gathering
-from .hooks import GradientHooks
-from .initial import Origins, Source, allocate_buffers, check_buffers, put_shard, take_away
-from .kept import keeping
+from .gradient_hooks import GradientHooks
+from .in_place_changes import carry_writes
+from .initial import Origins, Source, allocate_buffers, check_buffers, fill, keeping, put_shard, take_away
+from .local_shards import local_of, whole_of_parts
 from .module_gradients import ModuleGradients
-from .ordinary import Ordinary, full_value
-from .outside import OutsideCalls
-from .passes import PassChecks
-from .sharding import Sharding
+from .outside_calls import Context, OutsideCalls
+from .pass_checks import PassChecks
 from .state import carry_slots, shard_slots
-from .tensor import split_layers, tie_again
-from .undo import Footprint
-from .units import check_parameters, check_renormalized, find_units, prefetch, without_shared
-from .unused import UnusedParameters
-from .written import carry_writes
+from .tensor_parallel import split_layers, tie_again
+from .torch_fsdp import Footprint, initialize, prepare_gathering, state_of
+from .units import (
+    Checkpointed,
+    Units,
+    check_parameters,
+    check_renormalized,
+    checkpoint_forward,
+    checkpointed_parts,
+    find_units,
+    leave_to_root,
+    modules_of_other_dtypes,
+    prefetch,
+    without_shared,
+)
+from .unused_parameters import UnusedParameters
+
+
+@dataclass
+class Sharding:
+    """The arguments of ``fully_shard`` for a model; ``FSDPStrategy`` describes those that users give."""
+
+    units: Units
+    mesh: DeviceMesh
+    tensor_mesh: DeviceMesh | None
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | int
+    cpu_offload: bool
+    prefetch: int
+    checkpointed: Checkpointed
+    context: Callable[[], Context]
+    """Returns the context of forward passes in the gathered parameters' dtype, None if they need none."""
+    backward_inside: bool = False
+    """Whether the model runs again after a backward pass before its outermost call returns (manual optimization)."""
+    experts: ExpertMeshes | None = None
+    """The ranks that hold different experts, and those that hold the same ones."""
 
 
 class ShardedModel:
     """A module with its adapter, sharded. Constructing it is collective."""
 
     settles_at_once: bool = True
-    """Whether ranks agree on unused parameters at the end of a backward pass, and not only in the update."""
+    """Whether ranks agree on unused parameters at the end of a backward pass, and not only in the update.
+
+    A parameter that no rank has used has a gradient of zeros until they have agreed. Code that runs between the
+    backward pass and the update finds None instead, as in one process.
+    """
 
     def __init__(
         self,
@@ -96,34 +129,30 @@ class ShardedModel:
                 self._split(sources, sharding.tensor_mesh)
             undos = [] if meshes is None else divide(self._experts, meshes)
             self._shard(sources)
-            self._fill(sources, origins)
+            fill(sources, origins, self._put)
         check_buffers(computed)
         self.full_updates = [FullUpdates(part, world) for part in full]
-        # torch would do this in the first forward pass: done here, its errors appear in set-up.
-        self._state._lazy_init()
-        self.hooks.wait_with(self._state._comm_ctx)
+        self.parts = initialize(self.root)
+        groups = [group for part in self.parts for group in fsdp_groups(part)]
+        if groups:
+            # All groups have the same context.
+            self.hooks.wait_with(groups[0].comm_ctx)
         self._footprint.close()
         self._footprint.allow_copies()
         prefetch(self.root, list(self.units), sharding.prefetch)
         self._plain_forwards = [*(checkpoint_forward(part) for part in self.checkpointed), *undos]
-        self.parts: list[FSDPModule] = [part for part in self.root.modules() if isinstance(part, FSDPModule)]
         self.syncs = True
         self._unreduced = False
         self._trainable = self._trainables()
         self._added: list[Tensor] = []
         prepare_gathering(self.parts)
-        carry_writes(self.parts, adapter, any(part._compiled_call_impl for part in module.modules()))
+        carry_writes(self.parts, adapter, any(map(has_compiled_call, module.modules())))
         self.unused = UnusedParameters(self.parts, world)
-        self.checks = PassChecks(self.parts, self.unused.ran)
+        self.checks = PassChecks(self.root, self.parts, self.unused.ran)
         shards = [each for each in module.parameters() if isinstance(each, DTensor)]
-        self._ordinary = Ordinary({each.device_mesh for each in shards}, world, sharding.tensor_mesh)
+        self._semantics = FullSemantics({each.device_mesh for each in shards}, world, sharding.tensor_mesh)
         self.outside = OutsideCalls(self.root, sharding.context, self.reshard)
         self.gradients = ModuleGradients(module, self.parts, self._in_forward, self.reshard)
-
-    @property
-    def _state(self) -> Any:
-        state: Any = fully_shard.state(self.root)  # type: ignore[attr-defined]
-        return state
 
     # ---- building -------------------------------------------------------------------------------------------------
 
@@ -153,7 +182,7 @@ class ShardedModel:
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if sharding.cpu_offload else OffloadPolicy(),
         }
         narrow = sharding.policy.param_dtype is not None
-        norms = [part for part in self.module.modules() if isinstance(part, _BatchNorm) and narrow]
+        norms = [part for part in self.module.modules() if isinstance(part, BatchNorm) and narrow]
         for part in norms:
             # The running statistics are fp32, and torch's kernels require weights of the same dtype.
             if part not in units and any(True for _ in part.parameters()):
@@ -173,36 +202,20 @@ class ShardedModel:
             fully_shard(
                 unit, reshard_after_forward=sharding.reshard_after_forward, ignored_params=left[unit], **arguments
             )
-        self._leave_to_root(shared, sources)
+        leave_to_root(self.root, shared, sources)
         fully_shard(self.root, **arguments)
 
-    @torch.no_grad()
-    def _fill(self, sources: list[Source], origins: Origins) -> None:
-        """Give every rank its shard of rank 0's weights, one parameter at a time. Collective."""
+    def _put(self, source: Source, whole: Tensor | None) -> None:
+        """Put this rank's shard of rank 0's weights in place of a parameter."""
         device = torch.device("cpu") if self.sharding.cpu_offload else self.world.device
-        while sources:
-            source = sources.pop(0)
-            whole = origins.value(source.name, source.given)
-            parameter = put_shard(source, whole, device, self.world)
-            del whole  # before the next one takes memory
-            with Ordinary.paused():
-                self.hooks.carry(source.given, parameter)
-            for optimizer in self._optimizers:
-                if id(source.given) in self._keep_full:
-                    carry_slots(optimizer, source.given, parameter)
-                else:
-                    shard_slots(optimizer, source.given, parameter)
-            origins.release(source.given)
-
-    def _leave_to_root(self, shared: list[nn.Parameter], sources: list[Source]) -> None:
-        """Assign parameters that several units share to the root, as none of the units gathers them."""
-        if not shared:
-            return
-        self.root.shared = held = nn.ParameterList(shared)
-        numbers = {id(parameter): str(number) for number, parameter in enumerate(shared)}
-        for source in sources:
-            if id(source.now) in numbers:
-                source.owners.append((held, numbers[id(source.now)]))
+        parameter = put_shard(source, whole, device, self.world)
+        with FullSemantics.off():
+            self.hooks.carry(source.given, parameter)
+        for optimizer in self._optimizers:
+            if id(source.given) in self._keep_full:
+                carry_slots(optimizer, source.given, parameter)
+            else:
+                shard_slots(optimizer, source.given, parameter)
 
     # ---- in use ---------------------------------------------------------------------------------------------------
 
@@ -227,10 +240,11 @@ class ShardedModel:
             )
         inside = self.sharding.backward_inside
         if inside and loss.requires_grad:
-            # Otherwise gradients of the root are reduced only if a unit takes part.
-            loss.register_hook(self._state._pre_backward)
+            # Otherwise gradients of the root are reduced only if a unit takes part. torch registers this private hook
+            # on outputs of the outermost module, which has not returned yet.
+            loss.register_hook(state_of(self.root)._pre_backward)
         self.unused.begin_pass()
-        with Ordinary.paused():
+        with FullSemantics.off():
             if self.hooks:
                 self.hooks.begin()
             loss.backward(**options)
@@ -253,7 +267,7 @@ class ShardedModel:
         """
         if not (self.sharding.backward_inside and self.syncs):
             return
-        if any(each._unsharded_param.grad is not None for each in self.gradients.parameters()):
+        if any(each.unsharded_param.grad is not None for each in self.gradients.parameters()):
             raise ConfigurationError(
                 "Gradients of sharded weights were computed by loss.backward(), which does not average them over "
                 "ranks here: call self.manual_backward(loss)."
@@ -271,14 +285,15 @@ class ShardedModel:
     def refresh(self) -> None:
         """Apply changes of ``requires_grad`` to sharded parameters and to those that are gathered now."""
         for each in self.gradients.parameters():
-            if each._unsharded_param.requires_grad != each.sharded_param.requires_grad:
-                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
+            if each.unsharded_param.requires_grad != each.sharded_param.requires_grad:
+                each.unsharded_param.requires_grad_(each.sharded_param.requires_grad)
         now = self._trainables()
         if now != self._trainable:
             self._trainable = now
             for part in self.parts:
                 for group in fsdp_groups(part):
-                    group._init_mp_dtypes()
+                    # Finds the dtype of trained parameters again; the rest of it is done once only.
+                    group.lazy_init()
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -311,13 +326,12 @@ class ShardedModel:
         """Run a step that a backward pass follows."""
         self.outside.begin_step()
         self.unused.begin_step()
-        within_update = Ordinary.resume()
         try:
-            return full_value(self.root(*arguments, **options))
+            # A closure of an optimizer runs the step within the update, which computes on shards.
+            with FullSemantics.on():
+                return full_value(self.root(*arguments, **options))
         finally:
             self.outside.end_step()
-            if within_update:
-                Ordinary.pause()
 
     def evaluate(self, step: StepFunction, *arguments: Any, **options: Any) -> Any:
         """Run a step without a backward pass after it; free the parameters that it has gathered."""
@@ -340,7 +354,7 @@ class ShardedModel:
         self.reshard()
         self.outside.ignore()
         self.gradients.release()
-        self._ordinary.release()
+        self._semantics.release()
         self.hooks.release()
         for updates in self.full_updates:
             updates.release()

@@ -70,7 +70,7 @@ class ModuleGradients:
 
     def _among(self, parameters: Iterable[Tensor]) -> Iterator[Any]:
         wanted = {id(parameter) for parameter in parameters}
-        return (each for each in self.parameters() if {id(each.sharded_param), id(each._unsharded_param)} & wanted)
+        return (each for each in self.parameters() if {id(each.sharded_param), id(each.unsharded_param)} & wanted)
 
     def _override(self) -> None:
         """Override methods of the module and its submodules that read or reset gradients."""

@@ -20,7 +20,7 @@ from ...framework.core.degrees import Layout
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.quantized_state import LOOKUP, description_of, parts_of, quantizes, rebuild
-from .boxes import box_in, box_of, like, local_of
+from .local_shards import like, local_of, part_at, shape_and_offsets
 
 # torchao leaves smaller shards in full precision.
 _LEAST = 4096
@@ -66,7 +66,7 @@ def check_blocks(optimizer: Optimizer, module: nn.Module, mesh: DeviceMesh, layo
 def quantized_shards(slot: str, value: DTensor) -> dict[str, Any]:
     """Return the description of a quantized state, and this rank's shards of its plain tensors, by slot."""
     local = local_of(value)
-    shape, offsets = box_of(value)
+    shape, offsets = shape_and_offsets(value)
     start, count = _flat_range(shape, offsets)
     found: dict[str, Any] = {slot: description_of(local, value.shape)}
     for name, part in parts_of(local).items():
@@ -86,7 +86,7 @@ def quantized_from_store(parameter: DTensor, description: Mapping[str, Any], par
 
     Where the shards of this number of ranks do not consist of full blocks, the state is in full precision.
     """
-    shape, offsets = box_of(parameter)
+    shape, offsets = shape_and_offsets(parameter)
     start, count = _flat_range(shape, offsets)
     device = local_of(parameter).device
     full = parameter.numel()
@@ -103,12 +103,12 @@ def quantized_from_store(parameter: DTensor, description: Mapping[str, Any], par
             read[name] = held.to(device, copy=True)
         return like(parameter, rebuild(description, read, shape))
     whole = rebuild(description, {name: part.read() for name, part in parts.items()}, parameter.shape)
-    local: Tensor = box_in(whole.dequantize(), shape, offsets)
+    local: Tensor = part_at(whole.dequantize(), shape, offsets)
     return like(parameter, local.to(device, local_of(parameter).dtype, copy=True))
 
 
 def _flat_range(shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first element and the number of elements of a box of rows."""
+    """Return the first element and the number of elements of a shard that consists of rows."""
     return offsets[0] * prod(shape[1:]), prod(shape)
 
 

@@ -6,20 +6,21 @@ parameters, which are right, and gradients of zero, which are dropped with the w
 
 All passes call the same ones, so it knows them from its newest complete pass. Until every rank has completed one, the
 ranks announce their calls in the store of the process group. With replicas of the shards, each reduction is followed by
-one over the replicas. Gradients are reduced in every pass, not only in the last
-one of a window, so that all passes call the same; this also saves the memory of gradients that are not reduced yet.
+one over the replicas. Gradients are reduced in every pass, not only in the last one of a window, so that all passes
+call the same; this also saves the memory of gradients that are not reduced yet.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -57,12 +58,15 @@ def recovery_of_shards(can_join: bool) -> tuple[Recovery | None, str]:
     return None, "which needs a newer torch for this, such as 2.13" if can_join else Strategy.prevents_recovery
 
 
-class _Observed:
-    """A collective of a parameter group, which reports its calls."""
+class _Reported:
+    """A collective of a parameter group, in place of torch's own, which reports its calls."""
 
-    def __init__(self, inner: Any, call: Callable[..., Any]) -> None:
-        self.allocate = inner.allocate
+    def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer for the collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._call(*args, **options)
@@ -89,15 +93,11 @@ class ShardedRecovery(Recovery):
         self._model, self._world = model, model.world
         self._groups = [group for part in model.parts for group in fsdp_groups(part)]
         self._store = _own_store(model.world)
-        self._reduce = [group._reduce_scatter_comm for group in self._groups]
         number = 0
         for part in model.parts:
             if fsdp_groups(part):
-                group = self._groups[number]
-                gather = partial(self._gather, number, group._all_gather_comm)
-                reduce = partial(self._reduce_scatter, number, group._reduce_scatter_comm)
-                part.set_custom_all_gather(_Observed(group._all_gather_comm, gather))  # type: ignore[arg-type]
-                part.set_custom_reduce_scatter(_Observed(group._reduce_scatter_comm, reduce))  # type: ignore[arg-type]
+                part.set_custom_all_gather(_Reported(partial(self._gather, number)))  # type: ignore[arg-type]
+                part.set_custom_reduce_scatter(_Reported(partial(self._reduce_scatter, number)))  # type: ignore[arg-type]
                 number += 1
 
     # ---- passes of this rank ----------------------------------------------------------------------------------------
@@ -125,22 +125,26 @@ class ShardedRecovery(Recovery):
         self._calls, self._is_open = [], False
         self._passes += 1
 
-    def _gather(self, number: int, inner: Any, *args: Any, **options: Any) -> Any:
-        return self._observed([number], inner, args, options)
+    def _gather(
+        self, number: int, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        run = partial(dist.all_gather_single, output_tensor, input_tensor, group=group, async_op=async_op)
+        return self._observed([number], run)
 
-    def _reduce_scatter(self, number: int, inner: Any, *args: Any, **options: Any) -> Any:
-        full, op = options["input_tensor"], options["op"]
-        return self._observed(
-            [number, full.numel(), str(full.dtype).removeprefix("torch."), op.name], inner, args, options
-        )
+    def _reduce_scatter(
+        self, number: int, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        call = [number, input_tensor.numel(), str(input_tensor.dtype).removeprefix("torch."), op.name]
+        run = partial(dist.reduce_scatter_single, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return self._observed(call, run)
 
-    def _observed(self, call: _Call, inner: Any, args: Any, options: Any) -> Any:
+    def _observed(self, call: _Call, run: Callable[[], Any]) -> Any:
         if not self._is_open:
-            return inner(*args, **options)
+            return run()
         if self._known is None:
             # Before the call, which returns only when a rank without memory has joined it.
             self._store.set(self._key(str(len(self._calls))), json.dumps(call))
-        result = inner(*args, **options)
+        result = run()
         self._calls.append(call)
         return result
 
@@ -186,15 +190,13 @@ class ShardedRecovery(Recovery):
             group.reshard()
             return
         elements, dtype, op = reduction
-        process_group = group._reduce_scatter_process_group
+        mesh, reduction_op = self._model.sharding.mesh, getattr(dist.ReduceOp, op)
         full = torch.zeros(elements, dtype=getattr(torch, dtype), device=group.device)
-        shard = full.new_empty(elements // process_group.size())
-        self._reduce[number](
-            output_tensor=shard, input_tensor=full, group=process_group, op=getattr(dist.ReduceOp, op), async_op=False
-        )
-        if group._is_hsdp:
+        shard = full.new_empty(elements // mesh["shard"].size())
+        dist.reduce_scatter_single(shard, full, op=reduction_op, group=mesh.get_group("shard"))
+        if "replicate" in (mesh.mesh_dim_names or ()):
             # Right after it, the groups of ranks that hold the same shard reduce it, by the same operation.
-            dist.all_reduce(shard, getattr(dist.ReduceOp, op), group._all_reduce_process_group)
+            dist.all_reduce(shard, reduction_op, mesh.get_group("replicate"))
 
     def _key(self, name: str) -> str:
         return f"{self._passes}/{name}"

@@ -18,8 +18,8 @@ from ...framework.core.quantized_state import grouped, is_quantized, join_slots,
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, torch_state_dict, whole_of
 from ...framework.parallel.parameter_names import state_tensors
-from .boxes import box_in, box_of, like, local_of
 from .full_updates import FullUpdates
+from .local_shards import like, local_of, part_at, shape_and_offsets
 from .quantized import quantized_from_store, quantized_shards
 
 
@@ -61,7 +61,7 @@ class ShardedState(CanonicalState):
             if tensor.is_meta:
                 continue
             if isinstance(tensor, DTensor):
-                shape, offsets = box_of(tensor)
+                shape, offsets = shape_and_offsets(tensor)
                 local_of(tensor).copy_(stored.read_slice(offsets, shape))
             else:
                 tensor.copy_(stored.read())
@@ -83,10 +83,13 @@ class ShardedState(CanonicalState):
         """
         if not self._full_updates:
             return {}
+        return self._gathered_plain(optimizer, lambda parameter: self._update_of(parameter) is not None)
+
+    def _gathered_plain(self, optimizer: Optimizer, has_owner: Callable[[Tensor], bool]) -> dict[int, dict[str, Any]]:
         own = {
             position: {slot: value for slot, value in slots.items() if not (isinstance(value, Tensor) and value.dim())}
             for position, parameter in enumerate(parameters_of(optimizer))
-            if self._update_of(parameter) is not None and (slots := optimizer.state.get(parameter))
+            if has_owner(parameter) and (slots := optimizer.state.get(parameter))
         }
         return {position: slots for each in self._world.all_gather_object(own) for position, slots in each.items()}
 
@@ -109,8 +112,8 @@ def shard_of(tensor: Tensor) -> Shard:
     """Return this rank's part of a tensor as a shard for a checkpoint, sharing its memory."""
     if not isinstance(tensor, DTensor):
         return Shard.whole(tensor.detach())
-    shape, offsets = box_of(tensor)
-    return Shard(tensor._local_tensor.detach().view(shape), tuple(tensor.shape), offsets)
+    shape, offsets = shape_and_offsets(tensor)
+    return Shard(local_of(tensor).detach().view(shape), tuple(tensor.shape), offsets)
 
 
 def slots_as_shards(slots: dict[str, Any], quantized: bool) -> dict[str, Any]:
@@ -136,7 +139,7 @@ def _plain(value: Any) -> Any:
 
 
 def slots_from_store(parameter: Tensor, slots: Slots) -> dict[str, Any]:
-    """Return a parameter's optimizer state; of stored tensors this rank reads only its boxes."""
+    """Return a parameter's optimizer state; of stored tensors this rank reads only its shards."""
     if parameter.is_meta:
         return {}
     if not isinstance(parameter, DTensor):
@@ -147,13 +150,13 @@ def slots_from_store(parameter: Tensor, slots: Slots) -> dict[str, Any]:
 
 
 def slot_from_store(parameter: Tensor, stored: Any) -> Any:
-    """Return a slot's value for a parameter; of a stored tensor this rank reads only its box."""
+    """Return a slot's value for a parameter; of a stored tensor this rank reads only its shard."""
     if not is_stored(stored):
         return stored
     if not isinstance(parameter, DTensor):
         return stored.read()
     if tuple(stored.shape) == tuple(parameter.shape):
-        shape, offsets = box_of(parameter)
+        shape, offsets = shape_and_offsets(parameter)
         local = stored.read_slice(offsets, shape).to(local_of(parameter).device, copy=True)
         return like(parameter, local)
     whole = stored.read().to(local_of(parameter).device)
@@ -178,7 +181,7 @@ def shard_slots(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
     if not slots:
         return
     assert isinstance(new, DTensor)
-    shape, offsets = box_of(new)
+    shape, offsets = shape_and_offsets(new)
     split: dict[str, Any] = {}
     for slot, value in slots.items():
         if isinstance(value, Tensor) and value.dim() > 0:
@@ -188,7 +191,7 @@ def shard_slots(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
                     f"{list(value.shape)} cannot be split like its parameter of shape {list(new.shape)}: pass an "
                     "optimizer that has not stepped."
                 )
-            local = box_in(value, shape, offsets).to(local_of(new).device, copy=True)
+            local = part_at(value, shape, offsets).to(local_of(new).device, copy=True)
             value = like(new, local)
         split[slot] = value
     optimizer.state[new] = split

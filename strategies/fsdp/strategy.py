@@ -1,7 +1,8 @@
 """``fsdp``: shards parameters, gradients and optimizer state over ranks; layers are gathered only while they compute.
 
 Torch's ``fully_shard`` does the work (Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
-Parallel"). ``hsdp`` shards within groups of ranks and replicates across groups.
+Parallel"). ``hsdp`` shards within groups of ranks and replicates across groups. ``SplitReplicas`` is ``ddp`` for layers
+that are split over ranks.
 """
 
 from __future__ import annotations
@@ -31,22 +32,19 @@ from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Trait
 from ..context import ContextParallel
 from ..context.sharing import attention_of, sharing_sequences
 from ..limits import KnownParameters, check_dense, check_independent
-from .activations import Checkpointed, check_checkpointing
+from ..pipeline import PipelineStrategy
 from .arguments import ELSEWHERE, check_arguments, check_flags, check_precision, mixed_policy, why_not_compiled
 from .experts import ExpertMeshes, check_experts
+from .full_semantics import FullSemantics
 from .gradients import ShardedGradients
 from .initial import move_buffers
 from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_degrees
-from .model import ShardedModel
-from .ordinary import Ordinary
+from .model import ShardedModel, Sharding
 from .quantized import check_blocks
 from .recovery import ShardedRecovery, UniformModel, recovery_of_shards
-from .sharding import Sharding
-from .staged import sharded_stages
 from .state import ShardedState
-from .tensor import check_plan
-from .tensor_checks import EqualResults
-from .units import Units, check_units
+from .tensor_parallel import EqualResults, check_plan
+from .units import Checkpointed, Units, check_checkpointing, check_units
 
 
 class FSDPStrategy(Strategy):
@@ -132,7 +130,7 @@ class FSDPStrategy(Strategy):
         """Return a strategy with the degrees of ``parallel=`` and of its own arguments: with ``pp``, a pipeline."""
         degrees = degrees.joined(self.degrees, f"FSDPStrategy({as_arguments(self.degrees)})")
         if "pp" in degrees.used:
-            return sharded_stages(self, degrees)
+            return _sharded_stages(self, degrees)
         changed = super().with_degrees(degrees)
         assert isinstance(changed, FSDPStrategy)
         changed._use(changed.degrees)
@@ -231,9 +229,9 @@ class FSDPStrategy(Strategy):
             self._stop_hooks += [each.register_step_pre_hook(self._equal.check_gradients) for each in optimizers]
         self._known, self._pauses = KnownParameters(module, optimizers), {}
         for each in filter(_computes_on_shards, optimizers):
-            self._pauses[each] = each.register_step_pre_hook(lambda *_: Ordinary.pause())
-            resume = each.register_step_post_hook(_resume)
-            # Before those of the user's code.
+            self._pauses[each] = each.register_step_pre_hook(_switch_off)
+            resume = each.register_step_post_hook(_switch_on)
+            # Before those of the user's code, for which torch has no public argument.
             after: Any = each._optimizer_step_post_hooks
             after.move_to_end(resume.id, last=False)
             self._stop_hooks.append(resume)
@@ -295,10 +293,10 @@ class FSDPStrategy(Strategy):
             self._sharded.check_reduced()
             self._sharded.unused.settle()
         pause = self._pauses.get(optimizer)
-        before: Any = optimizer._optimizer_step_pre_hooks
-        if pause is not None and next(reversed(before)) != pause.id:
-            # The last of them, as the hooks of the user's code compute with full tensors.
-            before.move_to_end(pause.id)
+        if pause is not None:
+            # Registered again to be the last one, as the hooks of the user's code compute with full tensors.
+            pause.remove()
+            self._pauses[optimizer] = optimizer.register_step_pre_hook(_switch_off)
         try:
             return super().step(optimizer)
         except RuntimeError as error:
@@ -307,7 +305,7 @@ class FSDPStrategy(Strategy):
             raise ConfigurationError(sentence) from error
         finally:
             if pause is not None:
-                Ordinary.resume()
+                FullSemantics.switch_on()
 
     def trainability_changed(self, module: nn.Module) -> bool:
         """Apply changes of ``requires_grad`` since set-up; return False. Collective."""
@@ -363,8 +361,66 @@ class FSDPStrategy(Strategy):
                 sharded.gather(everywhere=True)
 
 
-def _resume(*_: Any) -> None:
-    Ordinary.resume()
+class SplitReplicas(FSDPStrategy):
+    """Replicates a model over groups of ranks that split its layers.
+
+    Torch's ``fully_shard`` with one rank in each group of shards does it: parameters that are split over a group and
+    those that are not become tensors of one kind, which optimizers and checkpoints take, and gradients are averaged
+    over replicas while the backward pass runs. Compared with ``DistributedDataParallel``, parameters are copied once
+    in each pass, and there are no buckets.
+    """
+
+    name = "ddp"
+    axes = ("dp_replicate", "cp", "tp")
+    rest = "dp_replicate"
+
+    def __init__(self) -> None:
+        # Every rank has full weights after a fit, as with ``ddp`` alone.
+        super().__init__(gather_weights="all")
+
+
+def hsdp(units: Units = None, *, replicas: Replicas = "node", **arguments: Any) -> FSDPStrategy:
+    """Return ``fsdp`` with full replicas of the model: one per node, and two on a single node."""
+    strategy = FSDPStrategy(units, replicas=replicas, **arguments)
+    strategy.name = "hsdp"
+    return strategy
+
+
+def fsdp_offload(units: Units = None, **arguments: Any) -> FSDPStrategy:
+    """Return ``fsdp`` with shards, gradients and optimizer state in the CPU's memory."""
+    strategy = FSDPStrategy(units, cpu_offload=True, **arguments)
+    strategy.name = "fsdp-offload"
+    return strategy
+
+
+def _sharded_stages(strategy: FSDPStrategy, degrees: Degrees) -> Strategy:
+    """Return a pipeline for degrees with ``pp``; the ranks that they leave share the state of stages.
+
+    Args:
+        strategy: the strategy, whose arguments other than degrees must be the defaults.
+        degrees: the degrees of ``parallel=`` and of its arguments.
+
+    Raises:
+        ConfigurationError: there are other arguments.
+    """
+    own = signature(type(strategy)).parameters
+    given = [name for name, each in own.items() if getattr(strategy, name, each.default) != each.default]
+    if others := [name for name in given if degrees.dp_replicate is None or name != "replicas"]:
+        raise ConfigurationError(
+            f"{degrees} with FSDPStrategy({', '.join(f'{name}=...' for name in others)}): stages of a pipeline are "
+            "sharded by block, without these arguments. Leave them out, or leave pp out."
+        )
+    if -1 not in degrees.given.values() and degrees.dp_shard is None:
+        degrees = Degrees(**{**degrees.given, "dp_shard": -1})
+    return PipelineStrategy().with_degrees(degrees)
+
+
+def _switch_off(*_: Any) -> None:
+    FullSemantics.switch_off()
+
+
+def _switch_on(*_: Any) -> None:
+    FullSemantics.switch_on()
 
 
 def _computes_on_shards(optimizer: Optimizer) -> bool:

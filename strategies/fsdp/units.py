@@ -1,16 +1,26 @@
-"""Units of a model: the submodules that are gathered and freed together."""
+"""Units of a model: the submodules that are gathered and freed together, or whose activations are recomputed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
-from ...framework.core.errors import ConfigurationError
-from ...framework.parallel.blocks import has_forward, has_parameters, repeated_blocks
+from ...framework.core.errors import ConfigurationError, is_count
+from ...framework.parallel.activation_memory import recomputed
+from ...framework.parallel.blocks import has_forward, has_parameters, repeated_blocks, replace_method
+from .initial import Source
 
+# torch runs no compiled code within a compiled backward pass, so other tensors would be recomputed than were saved.
+NO_RECOMPUTATION = (
+    "recomputes activations with activation_checkpointing, which compiled code does not allow: leave one of them out, "
+    "or call torch.utils.checkpoint inside the blocks"
+)
 Units: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | int | Callable[[nn.Module], bool] | None"
+Checkpointed: TypeAlias = "bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]"
 
 
 def check_units(units: Any) -> None:
@@ -19,20 +29,12 @@ def check_units(units: Any) -> None:
     Raises:
         ConfigurationError: ``units`` is not a class, a tuple of classes, a number of parameters, a function or None.
     """
-    if units is None:
-        return
-    if isinstance(units, int) and not isinstance(units, bool):
-        if units >= 1:
-            return
-    elif isinstance(units, tuple):
-        if units and all(_is_module_class(each) for each in units):
-            return
-    elif _is_module_class(units) or (callable(units) and not isinstance(units, type | bool)):
-        return
-    raise ConfigurationError(
-        f"FSDPStrategy(units={units!r}): give a class of modules, a tuple of classes, the least number of parameters "
-        "of a unit (at least 1), a function from a module to a bool, or None, which finds the repeated blocks."
-    )
+    if not (units is None or is_count(units, 1) or _chooses_modules(units)):
+        raise ConfigurationError(
+            f"FSDPStrategy(units={units!r}): give a class of modules, a tuple of classes, the least number of "
+            "parameters of a unit (at least 1), a function from a module to a bool, or None, which finds the repeated "
+            "blocks."
+        )
 
 
 def find_units(module: nn.Module, units: Units) -> list[nn.Module]:
@@ -120,8 +122,21 @@ def without_shared(
                 left[unit].add(parameter)
             elif unit is not None:
                 own[unit] += 1
-    # torch does not assign a parameter that only units share to the root: see ``ShardedModel``.
     return [unit for unit in units if own[unit]], left, shared
+
+
+def leave_to_root(root: Any, shared: list[nn.Parameter], sources: list[Source]) -> None:
+    """Assign parameters that several units share to the outermost module, as none of the units gathers them.
+
+    torch assigns only those to it that also have a place outside of units.
+    """
+    if not shared:
+        return
+    root.shared = held = nn.ParameterList(shared)
+    numbers = {id(parameter): str(number) for number, parameter in enumerate(shared)}
+    for source in sources:
+        if id(source.now) in numbers:
+            source.owners.append((held, numbers[id(source.now)]))
 
 
 def prefetch(root: Any, units: list[Any], count: int) -> None:
@@ -173,10 +188,113 @@ def _of_size(module: nn.Module, least: int) -> list[nn.Module]:
     return found
 
 
-def _is_module_class(given: Any) -> bool:
-    return isinstance(given, type) and issubclass(given, nn.Module)
+def _chooses_modules(given: Any) -> bool:
+    """Whether an argument is a class of modules, a tuple of classes or a function."""
+    classes = given if isinstance(given, tuple) else (given,)
+    if classes and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+        return True
+    return callable(given) and not isinstance(given, type)
 
 
 def _shown(units: Units) -> str:
     classes = units if isinstance(units, tuple) else (units,)
     return ", ".join(getattr(each, "__name__", repr(each)) for each in classes)
+
+
+# ---- units by dtype ------------------------------------------------------------------------------------------------
+
+
+def modules_of_other_dtypes(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the modules that must be units of their own, so that each unit trains parameters of one dtype.
+
+    Raises:
+        ConfigurationError: a module holds parameters of several dtypes, or other modules besides.
+    """
+    trained = {each.dtype for each in module.parameters() if each.requires_grad}
+    if len(trained) < 2:
+        return []
+    names = {part: name for name, part in module.named_modules()}
+    found: list[nn.Module] = []
+    for unit in (module, *units):
+        held = [(part, _dtypes(part.parameters(recurse=False))) for part in _inside(unit, set(units))]
+        sizes = sum((sizes for _, sizes in held), Counter[torch.dtype]())
+        if len(sizes) < 2:
+            continue
+        most = max(sizes, key=lambda dtype: sizes[dtype])
+        for part, own in held:
+            if not own or set(own) == {most}:
+                continue
+            if part is unit or len(own) > 1 or not has_forward(part) or any(True for _ in part.children()):
+                raise ConfigurationError(
+                    f"{names[part] or type(part).__name__} ({type(part).__name__}) trains parameters of the dtypes "
+                    f"{', '.join(sorted(str(each).removeprefix('torch.') for each in sizes))} in one unit, which are "
+                    "gathered together: put those of each dtype into a submodule of their own that is called, give "
+                    "them one dtype, or use strategy='ddp'."
+                )
+            found.append(part)
+    return found
+
+
+def _dtypes(parameters: Iterable[nn.Parameter]) -> Counter[torch.dtype]:
+    """Return the number of trained elements of each dtype."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        if parameter.requires_grad:
+            sizes[parameter.dtype] += parameter.numel()
+    return sizes
+
+
+def _inside(part: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module and its submodules, without those of other units."""
+    yield part
+    for child in part.children():
+        if child not in units:
+            yield from _inside(child, units)
+
+
+# ---- recomputed activations ----------------------------------------------------------------------------------------
+
+
+def check_checkpointing(given: Any) -> None:
+    """Check the argument for activation checkpointing, as far as possible without a model.
+
+    Raises:
+        ConfigurationError: the argument is not a bool, a class, a tuple of classes or a function.
+    """
+    if not (isinstance(given, bool) or _chooses_modules(given)):
+        raise ConfigurationError(
+            f"activation_checkpointing={given!r}: give True for every unit, a class of modules, a tuple of classes, or "
+            "a function from a module to a bool."
+        )
+
+
+def checkpointed_parts(module: nn.Module, units: list[nn.Module], given: Checkpointed) -> list[nn.Module]:
+    """Return the submodules whose activations are recomputed in backward.
+
+    Raises:
+        ConfigurationError: checkpointing was requested and no submodule matches.
+    """
+    if given is False:
+        return []
+    if given is True:
+        found = units
+    elif isinstance(given, type | tuple):
+        found = [part for part in module.modules() if part is not module and isinstance(part, given)]
+    else:
+        found = [part for part in module.modules() if part is not module and given(part)]
+    if not found:
+        what = "every unit" if given is True else getattr(given, "__name__", given)
+        raise ConfigurationError(
+            f"activation_checkpointing asks for {what}, but {type(module).__name__} has no such submodule. It is made "
+            f"of these classes: {', '.join(sorted({type(each).__name__ for each in module.children()})) or 'none'}."
+        )
+    return found
+
+
+def checkpoint_forward(part: nn.Module) -> Callable[[], None]:
+    """Make a module save only its inputs for backward, without a wrapper, so that names do not change.
+
+    Returns:
+        A function that reverts this.
+    """
+    return replace_method(part, "forward", recomputed(part.forward))

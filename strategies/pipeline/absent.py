@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...framework.core.errors import LoopError
-from ...framework.core.torch_internals import tree_map
+from ...framework.core.torch_internals import tree_map, without_subclasses
 from ...framework.diagnostics.program_state import Change, ProgramState
 
 
@@ -25,15 +25,18 @@ class Absent(Tensor):
         def moved(leaf: Any) -> Any:
             return leaf.to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
 
-        with torch._C.DisableTorchFunctionSubclass():
-            name = getattr(func, "__name__", "")
-            if name in _READS:
-                raise no_value()
-            if name == "register_hook":
-                # The stage that has the values registers it too, where it is called.
-                return RemovableHandle({})
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            raise no_value()
+        if name == "register_hook":
+            # The stage that has the values registers it too, where it is called.
+            return RemovableHandle({})
+
+        def shapes() -> Any:
             given, named = tree_map(moved, tuple(args)), tree_map(moved, kwargs or {})
-            return tree_map(lambda leaf: _absent(leaf), func(*given, **named))
+            return tree_map(_absent, func(*given, **named))
+
+        return without_subclasses(shapes)
 
 
 _READS = (
@@ -52,8 +55,9 @@ _READS = (
 
 def absent_like(tensor: Tensor) -> Tensor:
     """Return an absent tensor of the shape and dtype of a tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.empty_like(tensor, device="meta", requires_grad=False).as_subclass(Absent)
+    plain = without_subclasses(torch.empty_like, tensor, device="meta", requires_grad=False)
+    absent: Tensor = plain.as_subclass(Absent)
+    return absent
 
 
 def no_value() -> LoopError:

@@ -1,9 +1,12 @@
 """The calls of a model's blocks within a pass of the user's step.
 
-The user's step runs on every stage. A block of another stage computes nothing: it returns hidden states without values,
-or, right before the first block of this stage, those that were received. The output of the last block of this stage is
-handed over, and the next call of a block ends the pass: what follows is the work of the other stages. In an evaluation
-the step runs to its end on each rank: the rank with the last stage broadcasts the output of the last block.
+The user's step runs on every stage, from its beginning. Its calls of blocks do this:
+
+- A block of an earlier stage computes nothing, and returns hidden states without values. The last of them returns the
+  hidden states that this rank has received.
+- A block of this stage computes. The output of the last one is sent to the next stage.
+- A block of a later stage ends the pass, by an exception. In an evaluation it computes nothing, and the step runs to
+  its end with the output of the last block, which the rank with the last stage broadcasts.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from ...framework.core.errors import LoopError
 from ...framework.core.wording import counted
@@ -24,7 +26,10 @@ from .blocks import Stages
 
 
 class PassEnded(BaseException):
-    """Ends the user's step on a stage whose blocks have been called. Not an error: the step may catch those."""
+    """Ends the user's step on a rank whose stages have computed.
+
+    It does not derive from ``Exception``, because the step may catch all exceptions.
+    """
 
 
 class StagePass:
@@ -145,12 +150,13 @@ class BlockCalls:
         self._current: StagePass | None = None
         self.blocks, self.marks = stages.blocks, BlockMarks()
         self.plain: list[Callable[..., Any]] = [block.forward for block in stages.blocks]
+        # Code that is compiled around the blocks stops before them: which rank computes one is decided in each call.
+        call = torch.compiler.disable(self._call)
         self._undos = [
-            replace_method(block, "forward", ReplacedForward(block, partial(self._call, number)))
+            replace_method(block, "forward", ReplacedForward(block, partial(call, number)))
             for number, block in enumerate(stages.blocks)
         ]
 
-    @_disable_dynamo
     def _call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         plain = self.plain[number]
         if self._current is not None:

@@ -15,8 +15,8 @@ from ...framework.parallel.strategy import StepFunction
 from .blocks import Stages
 from .calls import BlockCalls, StagePass
 from .passes import HiddenStates
+from .random_numbers import SharedDraws
 from .schedules import Place
-from .streams import SharedDraws
 
 
 class Evaluation:

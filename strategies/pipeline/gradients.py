@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...framework.distributed.world import World
-from ..fsdp.boxes import like, local_of
 from ..fsdp.gradients import ShardedGradients, copies_of
+from ..fsdp.local_shards import like, local_of
 from .mesh import StageMesh
 from .shards import StageShards
 

@@ -21,10 +21,10 @@ from ..context.sharing import attention_of
 from .absent import Absent, no_value
 from .blocks import Stages
 from .calls import BlockCalls, PassEnded, StagePass, check_output, sendable
-from .elsewhere import check_hooks
 from .kept_state import KeptState
+from .other_stages import check_hooks
+from .random_numbers import SharedDraws
 from .schedules import Place, bubble, build
-from .streams import SharedDraws
 
 _MOST_SCHEDULES = 4
 _NO_COLLECTIVES = (
@@ -137,7 +137,7 @@ class PipelinePasses(WindowPasses):
         """Run all passes of a window. Collective."""
         check_hooks(*self._may_have_hooks)
         self._kept.begin(window.number, len(window.batches))
-        # Around the backward passes too, in which activations that are computed again attend again.
+        # Around the backward passes too, which call attention where they recompute activations.
         with self._attention(), self._world.attendance.refusing(_NO_COLLECTIVES):
             self._run(window)
 

@@ -1,4 +1,4 @@
-"""``StageShards``: the parameters that a rank of a pipeline holds, sharded over the ranks that hold the same stages.
+"""The parameters of the stages that a rank of a pipeline holds: in full, or sharded over the ranks that hold the same.
 
 Torch's ``fully_shard`` makes the shards, gathers them, and reduces gradients. Its hooks, which do so around each pass,
 are removed: the passes of several micro-batches overlap, so that a stage is gathered once before the first pass of a
@@ -7,8 +7,8 @@ are updated and saved, a rank holds its shards only.
 
 Under tensor parallelism layers are split first, and the parts sharded.
 
-Private names of torch's FSDP are used: the state of the outermost module, its groups of parameters, and the function
-that ends a backward pass.
+``_root_post_backward_final_callback`` is private in torch's FSDP: it ends a backward pass for all groups, which torch
+does by its hooks alone.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.split_optimizer import optimizers_in
 from ...framework.core.torch_versions import fsdp_groups
+from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import StepAdapter
-from ..fsdp.gathering import prepare_gathering
-from ..fsdp.initial import Origins, Source, put_shard, take_away
-from ..fsdp.state import shard_slots
-from ..fsdp.tensor import split_layers, tie_again
-from ..fsdp.undo import Footprint
-from ..fsdp.units import check_parameters, without_shared
+from ..fsdp.initial import Origins, Source, allocate_buffers, check_buffers, fill, put_shard, take_away
+from ..fsdp.state import carry_slots, shard_slots
+from ..fsdp.tensor_parallel import split_layers, tie_again
+from ..fsdp.torch_fsdp import Footprint, initialize, prepare_gathering, state_of
+from ..fsdp.units import check_parameters, leave_to_root, without_shared
 from ..limits import check_dense, updates_full_parameters
+from .blocks import Stages
 from .mesh import StageMesh
+from .schedules import Place
 
 
 class StageShards:
@@ -69,13 +71,18 @@ class StageShards:
             source.put(empty[source.name] if source.name in empty else tie_again(source.name, source.owners))
         hooks = Footprint(self._root)
         self._shard(blocks, sources, set(empty.values()), mesh)
-        self._fill(sources, set(empty), optimizers, origins)
-        state: Any = fully_shard.state(self._root)  # type: ignore[attr-defined]
-        state._lazy_init()
-        parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
+
+        def put(source: Source, whole: Tensor | None) -> None:
+            if source.name not in empty:
+                parameter = put_shard(source, whole, origins.world.device, origins.world)
+                for optimizer in optimizers:
+                    shard_slots(optimizer, source.given, parameter)
+
+        fill(sources, origins, put)
+        parts = initialize(self._root)
         prepare_gathering(parts)
         self._groups = [group for part in parts for group in fsdp_groups(part)]
-        self._end_backward: Callable[[], None] = state._root_post_backward_final_callback
+        self._end_backward: Callable[[], None] = state_of(self._root)._root_post_backward_final_callback
         hooks.close()
         hooks.undo()
         self._numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
@@ -92,31 +99,8 @@ class StageShards:
         units, left, shared = without_shared(self._module, blocks)
         for unit in units:
             fully_shard(unit, mesh=mesh.data, reshard_after_forward=False, ignored_params=left[unit])
-        own = [parameter for parameter in shared if parameter not in elsewhere]
-        if own:
-            # Parameters that only blocks share are not assigned to the outermost module otherwise.
-            self._root.shared = places = nn.ParameterList(own)
-            numbers = {id(parameter): str(number) for number, parameter in enumerate(own)}
-            for source in sources:
-                if id(source.now) in numbers:
-                    source.owners.append((places, numbers[id(source.now)]))
+        leave_to_root(self._root, [parameter for parameter in shared if parameter not in elsewhere], sources)
         fully_shard(self._root, mesh=mesh.data, reshard_after_forward=False, ignored_params=elsewhere)
-
-    @torch.no_grad()
-    def _fill(
-        self, sources: list[Source], elsewhere: set[str], optimizers: Sequence[Optimizer], origins: Origins
-    ) -> None:
-        """Give this rank its shards of rank 0's weights, one parameter at a time. Collective."""
-        world = origins.world
-        while sources:
-            source = sources.pop(0)
-            whole = origins.value(source.name, source.given)
-            if source.name not in elsewhere:
-                parameter = put_shard(source, whole, world.device, world)
-                for optimizer in optimizers:
-                    shard_slots(optimizer, source.given, parameter)
-            del whole  # before the next one takes memory
-            origins.release(source.given)
 
     # ---- in use ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +165,7 @@ class StageShards:
         for _, record in self._records:
             record.unsharded_param.requires_grad_(record.sharded_param.requires_grad)
         for group in self._groups:
-            group._init_mp_dtypes()
+            group.lazy_init()
 
     def take_off(self) -> None:
         """Remove the hooks of tensor parallelism; the parameters stay sharded."""
@@ -203,3 +187,54 @@ def check_sharded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 f"{type(part).__name__} needs full parameters, and dp_shard and tp leave each rank of a pipeline parts "
                 "of them: use AdamW, parallel={'pp': ..., 'dp_replicate': ...}, or strategy='fsdp'."
             )
+
+
+def fill_stages(
+    module: nn.Module, optimizers: Sequence[Optimizer], stages: Stages, place: Place, mesh: StageMesh, origins: Origins
+) -> StageShards | None:
+    """Give this rank rank 0's values of the tensors that it holds, or its shards of them. Collective.
+
+    The parameters of other ranks' stages are on the meta device afterwards.
+
+    Args:
+        module: the user's module.
+        optimizers: its optimizers, which get the new parameters.
+        stages: the division of the module.
+        place: the stages of this rank.
+        mesh: the ranks.
+        origins: the values.
+
+    Returns:
+        The shards; None if this rank holds its stages in full.
+    """
+    if mesh.data is not None:
+        check_sharded(module, optimizers)
+    owners = stages.owners(module, place)
+    elsewhere = {parameter for parameter in module.parameters() if owners[id(parameter)] not in (None, place.rank)}
+    computed = allocate_buffers(module, origins.world, origins.supplied)
+    shards = None
+    if mesh.data is None:
+        _fill_in_full(module, optimizers, elsewhere, origins)
+    else:
+        own = [block for number, block in enumerate(stages.blocks) if stages.stage_of(number) in place.own]
+        shards = StageShards(module, optimizers, own, elsewhere, mesh, origins)
+    check_buffers(computed)
+    share_buffers(module, origins.world)
+    return shards
+
+
+def _fill_in_full(
+    module: nn.Module, optimizers: Sequence[Optimizer], elsewhere: set[nn.Parameter], origins: Origins
+) -> None:
+    def put(source: Source, whole: Tensor | None) -> None:
+        given = source.given
+        if given in elsewhere:
+            return
+        if whole is None:
+            whole = torch.empty(given.shape, dtype=given.dtype, device=origins.world.device)
+        parameter = nn.Parameter(whole, requires_grad=given.requires_grad)
+        source.put(parameter)
+        for optimizer in optimizers:
+            carry_slots(optimizer, given, parameter)
+
+    fill(take_away(module, optimizers), origins, put)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...framework.core.optimizer_config import parameters_of
 from ...framework.distributed.world import World
 from ...framework.parallel.full_tensors import whole_tensors
 from ...framework.parallel.meta_device import replace_tensors, tensors_of
@@ -61,12 +60,7 @@ class StagedState(ShardedState):
 
         Rank 0 writes them.
         """
-        own = {
-            position: {slot: value for slot, value in slots.items() if not (isinstance(value, Tensor) and value.dim())}
-            for position, parameter in enumerate(parameters_of(optimizer))
-            if (slots := optimizer.state.get(parameter))
-        }
-        return {position: slots for each in self._world.all_gather_object(own) for position, slots in each.items()}
+        return self._gathered_plain(optimizer, lambda _: True)
 
     @torch.no_grad()
     def gather(self, module: nn.Module) -> None:

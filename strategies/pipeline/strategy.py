@@ -29,8 +29,10 @@ from ...framework.core.degrees import Degrees, Layout, divisors
 from ...framework.core.errors import ConfigurationError, is_count
 from ...framework.core.precision import Precision
 from ...framework.core.quantized_state import quantizes
+from ...framework.core.torch_internals import BatchNorm
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState
+from ...framework.parallel.compilation import has_compiled_call
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.elsewhere import unguard
 from ...framework.parallel.gradient_operations import GradientOperations
@@ -39,23 +41,20 @@ from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Trait
 from ...framework.parallel.sync_batch_norm import is_collective
 from ..context import ContextParallel
 from ..context.sharing import sharing_sequences
-from ..fsdp.initial import Origins, move_buffers
-from ..fsdp.kept import keeping
-from ..fsdp.tensor import check_plan
-from ..fsdp.tensor_checks import EqualResults
+from ..fsdp.initial import Origins, keeping, move_buffers
+from ..fsdp.tensor_parallel import EqualResults, check_plan
 from ..limits import check_independent
 from .blocks import Stages, divide
 from .calls import BlockCalls
-from .elsewhere import OfOtherStage, StateOfStages, check_hooks, mark_elsewhere
 from .evaluation import Evaluation
 from .gradients import StagedGradients
-from .initial import fill_stages
 from .mesh import StageMesh, build_mesh
+from .other_stages import OfOtherStage, StateOfStages, check_hooks, mark_elsewhere
 from .passes import HiddenStates, PipelinePasses
+from .random_numbers import share_generators
 from .schedules import Place, kind_named
-from .shards import StageShards, check_sharded
+from .shards import StageShards, check_sharded, fill_stages
 from .state import StagedState
-from .streams import share_generators
 
 
 class PipelineStrategy(Strategy):
@@ -241,7 +240,7 @@ class PipelineStrategy(Strategy):
 
     def _check_layers(self, module: nn.Module, blocks: set[nn.Module]) -> None:
         for name, part in module.named_modules():
-            if part._compiled_call_impl is not None and blocks & set(part.modules()):
+            if has_compiled_call(part) and blocks & set(part.modules()):
                 raise ConfigurationError(
                     f"{name or 'the module'} is compiled, and a pipeline decides in the calls of its blocks which rank "
                     "computes them: compile modules inside the blocks, or use strategy='fsdp' or 'ddp'."
@@ -251,7 +250,7 @@ class PipelineStrategy(Strategy):
                     f"{name} computes statistics over all ranks in its passes, and the ranks of a pipeline run "
                     "different passes: leave sync_batchnorm out, or use another norm."
                 )
-            several = self.stages_per_rank > 1 and isinstance(part, nn.modules.batchnorm._BatchNorm)
+            several = self.stages_per_rank > 1 and isinstance(part, BatchNorm)
             if several and part.track_running_stats:
                 raise ConfigurationError(
                     f"{name} is {type(part).__name__} with running statistics, and with several stages on each rank "

@@ -1,14 +1,13 @@
-"""The parts of sharded tensors that this rank holds. A box is the part of a full tensor that this rank holds."""
+"""The part of a sharded tensor that this rank holds, its place in the full tensor, and the way back."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def _is_about_values(record: logging.LogRecord) -> bool:
@@ -22,14 +21,16 @@ logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, sharing its memory."""
+    # The public `to_local` returns a view of a parameter's shard: assigning memory to it would not reach the parameter.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and offsets of this rank's box of the full tensor."""
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+def shape_and_offsets(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and offsets of this rank's shard in the full tensor."""
+    # The protocol by which torch's checkpoints ask tensors for their shards.
+    (chunk,) = tensor.__create_chunk_list__()
     # The offset of a rank without any row is beyond the end.
-    return tuple(shape), tuple(min(offset, size) for offset, size in zip(offsets, tensor.shape, strict=True))
+    return tuple(chunk.sizes), tuple(min(each, size) for each, size in zip(chunk.offsets, tensor.shape, strict=True))
 
 
 def whole_of_parts(tensor: Tensor) -> Tensor:
@@ -40,14 +41,20 @@ def whole_of_parts(tensor: Tensor) -> Tensor:
 
 def like(parameter: DTensor, local: Tensor) -> DTensor:
     """Return a tensor with the full shape and sharding of a parameter, of which this rank holds ``local``."""
-    described = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=described)
-    # `DTensor.from_local` would move a shard that is kept on the CPU to the device of the mesh.
-    return DTensor(local.detach(), spec, requires_grad=False)
+    sharded: Any = DTensor.from_local(
+        local.detach(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    # `from_local` moves a shard that is kept on the CPU to the device of the mesh.
+    return cast(DTensor, sharded if sharded.device == local.device else sharded.to(local.device))
 
 
-def box_in(whole: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
-    """Return the box of ``shape`` at ``offsets``, a view."""
+def part_at(whole: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """Return the part of ``shape`` at ``offsets``, a view."""
     for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
         whole = whole.narrow(dim, start, size)
     return whole

@@ -1,6 +1,6 @@
 """Passes that sharded weights cannot have: torch's FSDP would fail without a reason, or compute wrong gradients.
 
-Private names of torch's FSDP are used: ``pre_forward`` and ``pre_backward`` of a group of parameters.
+``pre_forward`` and ``pre_backward`` of a group of parameters are wrapped, as torch calls no hook of the user's there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.torch_internals import is_in_backward
 from ...framework.core.torch_versions import fsdp_groups
+from ...framework.parallel.meta_device import owners_of
 from ...framework.parallel.step_flags import RunOrder
 
 
@@ -23,17 +25,20 @@ class PassChecks(RunOrder):
     """Checks of the forward and backward passes of all sharded modules.
 
     Args:
+        root: the outermost module, which holds its sharded parameters.
         parts: the sharded modules.
         ran: takes the numbers of the modules that run with gradients, from 1.
     """
 
-    def __init__(self, parts: Iterable[FSDPModule], ran: set[int]) -> None:
+    def __init__(self, root: nn.Module, parts: Iterable[FSDPModule], ran: set[int]) -> None:
         super().__init__()
         self._ran = ran
+        owners = owners_of(root)
         self._calls: Counter[nn.Module] = Counter()
         for number, part in enumerate(parts, 1):
             for group in fsdp_groups(part):
-                group.pre_forward = partial(self._before_forward, number, group, group.pre_forward)
+                places = [(record, *owners[id(record.sharded_param)][0]) for record in group.fsdp_params]
+                group.pre_forward = partial(self._before_forward, number, places, group.pre_forward)
                 group.pre_backward = partial(_before_backward, group.pre_backward)
 
     def forget(self) -> None:
@@ -41,27 +46,33 @@ class PassChecks(RunOrder):
         self._calls.clear()
 
     def _before_forward(
-        self, number: int, group: Any, pre_forward: Callable[..., Any], module: Any, args: Any, kwargs: Any
+        self,
+        number: int,
+        places: list[tuple[Any, nn.Module, str]],
+        pre_forward: Callable[..., Any],
+        module: Any,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
-        for record in group.fsdp_params:
-            place = record._module_info
-            now = place.module._parameters.get(place.param_name)
-            if now is not record.sharded_param and now is not record._unsharded_param:
+        for record, owner, name in places:
+            now = owner._parameters.get(name)
+            if now is not record.sharded_param and now is not record.unsharded_param:
                 raise ConfigurationError(
-                    f"{place.param_name} of a {type(place.module).__name__} is another tensor than the strategy has "
-                    "sharded, as under torch.func.functional_call or after an assignment, and the sharded one would "
-                    "take its place: replace parameters in configure_model, and write values into them with copy_."
+                    f"{name} of a {type(owner).__name__} is another tensor than the strategy has sharded, as "
+                    "under torch.func.functional_call or after an assignment, and the sharded one would take its "
+                    "place: replace parameters in configure_model, and write values into them with copy_."
                 )
-        # Other forms of recomputation happen after `pre_backward`, and do not come here.
-        if torch._C._current_graph_task_id() == -1:
+        # Other forms of recomputation happen after `pre_backward`, and do not come here. No public name tells whether a
+        # backward pass is running: `queue_callback` of the engine, which raises outside of one, would leave a callback.
+        if not is_in_backward():
             self._calls[module] += 1
             self.note(number)
             if torch.is_grad_enabled():
                 self._ran.add(number)
         elif self._calls[module] > 1:
-            name = type(module).__name__.removeprefix("FSDP")
+            kind = type(module).__name__.removeprefix("FSDP")
             raise ConfigurationError(
-                f"a {name} runs twice in one step under torch.utils.checkpoint with "
+                f"a {kind} runs twice in one step under torch.utils.checkpoint with "
                 "use_reentrant=True, and its gradients would be wrong where weights are sharded: give "
                 "use_reentrant=False."
             )

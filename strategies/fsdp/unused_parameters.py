@@ -5,8 +5,8 @@ adds up the gradients of different parameters, without an error if their sizes m
 reduces a gradient for each of its parameters: zeros for those that it does not have. A reduced gradient of a parameter
 that no rank has used is dropped again.
 
-Private names of torch's FSDP are used: ``post_backward``, ``reduce_grads`` and ``fsdp_params`` of a group, and
-``_unsharded_param`` and ``unsharded_accumulated_grad`` of the records in it.
+torch's own ``set_reduce_scatter_unused_params`` leaves such zeros as gradients, by which the optimizer would update the
+parameters that no rank has used. So ``post_backward`` of a group is wrapped.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class UnusedParameters:
             self._untouched.update(
                 id(record)
                 for record in self._records
-                if record._unsharded_param.grad is None and record.unsharded_accumulated_grad is None
+                if record.unsharded_param.grad is None and record.unsharded_accumulated_grad is None
             )
 
     def forget(self) -> None:
@@ -75,10 +75,10 @@ class UnusedParameters:
         if self._untouched:
             for record in group.fsdp_params:
                 if id(record) in self._untouched:
-                    record._unsharded_param.grad = None
+                    record.unsharded_param.grad = None
         if self._missing:
             self._missing.difference_update(
-                self._numbers[id(record)] for record in group.fsdp_params if record._unsharded_param.grad is not None
+                self._numbers[id(record)] for record in group.fsdp_params if record.unsharded_param.grad is not None
             )
         if not group.reduce_grads:
             return post_backward(*args)
@@ -86,7 +86,7 @@ class UnusedParameters:
         if number in self.ran:
             fresh = [record for record in group.fsdp_params if record.unsharded_accumulated_grad is None]
             has_others = len(fresh) < len(group.fsdp_params)
-            if has_others or any(record._unsharded_param.grad is None for record in fresh):
+            if has_others or any(record.unsharded_param.grad is None for record in fresh):
                 self._complete(group, fresh)
         return post_backward(*args)
 
@@ -98,7 +98,7 @@ class UnusedParameters:
         kept = [record.unsharded_accumulated_grad for record in group.fsdp_params]
         dtype = next((gradient.dtype for gradient in kept if gradient is not None), None)
         for record in fresh:
-            parameter = record._unsharded_param
+            parameter = record.unsharded_param
             gradient = parameter.grad
             if gradient is None:
                 if not parameter.requires_grad:

@@ -4,7 +4,8 @@ A gathered parameter is a copy, which is freed after its use. Changes in place a
 those through ``data`` from the use of that attribute, and those through NumPy from the memory, which stays with its
 array. The gradient of a gathered parameter is that of its shards.
 
-Private names of torch's FSDP are used: ``_to_sharded`` of a group, and the records of its parameters.
+``_to_sharded`` of a group is private in torch's FSDP. The public ``reshard`` does not see the hooks of ``state_dict``,
+which free gathered parameters too.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.torch_internals import version_of
 from ...framework.core.torch_versions import fsdp_groups
-from .boxes import local_of
-from .ordinary import check_shape
+from ...framework.parallel.meta_device import owners_of
+from .full_semantics import check_shape
+from .local_shards import local_of
 
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
@@ -95,27 +98,31 @@ def carry_writes(parts: Iterable[FSDPModule], root: FSDPModule, compiled: bool) 
         root: the one whose parameters stay gathered in the user's own code.
         compiled: whether parts are compiled, which needs parameters of torch's own class.
     """
+    owners = owners_of(cast(nn.Module, root))
     for part in parts:
         for group in fsdp_groups(part):
-            records = [
-                each for each in group.fsdp_params if not hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")
+            plain = [
+                each for each in group.fsdp_params if not hasattr(local_of(each.sharded_param), "fsdp_pre_all_gather")
             ]
-            _Group(group, records, notes_data=part is root and not compiled)
+            places = [owners[id(each.sharded_param)][0] for each in plain]
+            names = [f"{key} of a {type(owner).__name__}" for owner, key in places]
+            _Group(group, list(zip(plain, names, strict=True)), notes_data=part is root and not compiled)
 
 
 class _Group:
     """The gathered parameters of a group."""
 
-    def __init__(self, group: Any, records: list[Any], notes_data: bool) -> None:
+    def __init__(self, group: Any, named: list[tuple[Any, str]], notes_data: bool) -> None:
         self._group = group
-        self._records = records
+        self._named = named
+        records = [record for record, _ in named]
         # An operation on a DTensor is counted by it, and one on its local tensor by that.
-        self._gathered = [(record._unsharded_param, local_of(record._unsharded_param)) for record in records]
+        self._gathered = [(record.unsharded_param, local_of(record.unsharded_param)) for record in records]
         self._versions = self._counts()
         self._uses_data = False
         if notes_data:
             for record in records:
-                if type(each := record._unsharded_param) is nn.Parameter:
+                if type(each := record.unsharded_param) is nn.Parameter:
                     # No ordinary way: torch has made the parameter, and modules hold it.
                     each.__class__ = _Gathered
                     gathered = cast(_Gathered, each)
@@ -137,7 +144,7 @@ class _Group:
             self._group.wait_for_unshard()
 
     def _counts(self) -> list[int]:
-        return [whole._version + local._version for whole, local in self._gathered]
+        return [version_of(whole) + version_of(local) for whole, local in self._gathered]
 
     def _note_use(self) -> None:
         self._uses_data = True
@@ -146,24 +153,24 @@ class _Group:
         before, self._versions = self._versions, self._counts()
         uses_data, self._uses_data = self._uses_data, False
         if (before != self._versions or uses_data) and self._group.is_unsharded:
-            for record, old, new in zip(self._records, before, self._versions, strict=True):
+            for (record, name), old, new in zip(self._named, before, self._versions, strict=True):
                 if old != new or uses_data:
-                    _carry(record, is_changed=old != new)
+                    _carry(record, name, is_changed=old != new)
         try:
             free()
         except RuntimeError:
             # The memory of an array of NumPy cannot be freed, and may have been written to.
-            shared = [record for record in self._records if not _memory(record).resizable()]
+            shared = [(record, name) for record, name in self._named if not _memory(record).resizable()]
             if not shared:
                 raise
-            for record in shared:
-                _carry(record, is_changed=False)
+            for record, name in shared:
+                _carry(record, name, is_changed=False)
                 _take_other_memory(record)
             free()
 
 
 def _memory(record: Any) -> torch.UntypedStorage:
-    return local_of(record._unsharded_param).untyped_storage()
+    return local_of(record.unsharded_param).untyped_storage()
 
 
 @torch.no_grad()
@@ -171,7 +178,7 @@ def _take_other_memory(record: Any) -> None:
     """Leave the memory of a gathered parameter to those who share it."""
     old = _memory(record)
     new = torch.UntypedStorage(old.size(), device=old.device)
-    for each in (*record.all_gather_outputs, *record._unsharded_inner_tensors, local_of(record._unsharded_param)):
+    for each in (*record.all_gather_outputs, local_of(record.unsharded_param)):
         if each.untyped_storage().data_ptr() == old.data_ptr():
             # The backward pass, which needs the parameter, gathers it again: it must not count as changed.
             value = torch.empty(0, dtype=each.dtype, device=each.device)
@@ -179,16 +186,15 @@ def _take_other_memory(record: Any) -> None:
 
 
 @torch.no_grad()
-def _carry(record: Any, is_changed: bool) -> None:
+def _carry(record: Any, name: str, is_changed: bool) -> None:
     """Copy this rank's part of a gathered parameter to its shard."""
     dim, rank = record.fsdp_placement.dim, getattr(record.mesh_info, "shard_mesh_rank", 0)
-    whole, shard = local_of(record._unsharded_param).detach(), local_of(record.sharded_param).detach()
+    whole, shard = local_of(record.unsharded_param).detach(), local_of(record.sharded_param).detach()
     start = min(rank * record.padded_sharded_param_size[dim], whole.size(dim))
     part = whole.narrow(dim, start, shard.size(dim) if shard.numel() else 0).to(shard.device)
     if part.dtype == shard.dtype:
         shard.copy_(part)
     elif is_changed or bool((part != shard.to(part.dtype)).any()):
-        name = f"{record._module_info.param_name} of a {type(record._module_info.module).__name__}"
         narrow, wide = (str(each.dtype).removeprefix("torch.") for each in (part, shard))
         raise ConfigurationError(
             f"{name} was changed in place within a step, where mixed precision has it in {narrow}, too narrow for "

@@ -4,7 +4,9 @@ The hooks of torch's FSDP gather a submodule's parameters only if the call comes
 callback or a method other than ``forward`` calls submodules directly. A hook on all calls of modules, which is
 registered only while no routed step is running, gathers the parameters of such a call and frees them afterwards.
 
-Private names of torch's FSDP are used: the states of modules with their hooks, and the state of training.
+The hooks of torch's states are private: ``_pre_forward``, ``_post_forward``, and ``_training_state``, which tells a
+recomputation. The public ``register_fsdp_forward_method`` wraps methods of a sharded module, and the calls here are
+those of any submodule, whose hooks of the user's need gathered parameters too.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from weakref import finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...framework.core.precision import at_least_fp32
 from ...framework.core.torch_internals import tree_map_only
+from .torch_fsdp import state_of
 
 Context: TypeAlias = "AbstractContextManager[Any] | None"
 
@@ -57,7 +59,7 @@ class OutsideCalls:
                 calls = own()
                 return None if calls is None else calls._before(module, args)
 
-            self._handles.append(register_module_forward_pre_hook(torch._dynamo.disable(hook)))
+            self._handles.append(register_module_forward_pre_hook(torch.compiler.disable(hook)))
 
     def ignore(self) -> None:
         """Leave calls alone."""
@@ -78,14 +80,14 @@ class OutsideCalls:
         states = self._above.get(module)
         if states is None or self._outermost is not None:
             return None
-        if any(state._training_state == TrainingState.PRE_BACKWARD for state in states):
+        if any(state._training_state.name == "PRE_BACKWARD" for state in states):
             # A checkpointed part is recomputed, and the backward pass has gathered its parameters.
             return None
         routing = self.routing
         if routing:
             # The step frees its parameters at its end; here some were freed before it.
             self._root.unshard()
-            states = tuple(state for state in states if state._modules[0] is not self._root)
+            states = tuple(state for state in states if state is not state_of(self._root))
             if not states:
                 return None
         self._outermost = module
@@ -115,7 +117,7 @@ class OutsideCalls:
 def _states_above(part: Any, above: tuple[Any, ...]) -> Iterator[tuple[nn.Module, tuple[Any, ...]]]:
     """Yield each submodule with the states of the sharded modules around it, the outermost first."""
     if isinstance(part, FSDPModule):
-        above = (*above, part._get_fsdp_state())
+        above = (*above, state_of(part))
     for child in part.children():
         yield child, above
         yield from _states_above(child, above)

@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ...framework.core.errors import ConfigurationError
-from ...framework.core.torch_internals import tree_map_only
+from ...framework.core.torch_internals import tree_map_only, without_subclasses
 from ...framework.distributed.world import World
-from .boxes import box_in, box_of, like, local_of, whole_of_parts
+from .local_shards import like, local_of, part_at, shape_and_offsets, whole_of_parts
 
 _NUMBERS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__complex__", "__index__"}
 _NUMBERS |= {"__format__", "__contains__", "cpu", "equal", "allclose"}
@@ -43,8 +43,10 @@ _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 
 
-class Ordinary:
+class FullSemantics:
     """Lets code that is not an optimizer compute with the sharded tensors of one model.
+
+    The full semantics are on as long as an object exists, except while optimizers, phalanx and torch's FSDP compute.
 
     Args:
         meshes: those of its parameters.
@@ -59,47 +61,61 @@ class Ordinary:
     _torch_own: Any = vars(DTensor)["__torch_function__"]
 
     def __init__(self, meshes: set[DeviceMesh], world: World, split: DeviceMesh | None = None) -> None:
-        Ordinary._number += 1
+        FullSemantics._number += 1
         if split is not None:
-            Ordinary._split.add(split)
-        Ordinary._worlds.update(dict.fromkeys(meshes, world))
-        Ordinary.resume()
+            FullSemantics._split.add(split)
+        FullSemantics._worlds.update(dict.fromkeys(meshes, world))
+        FullSemantics.switch_on()
         self.release: Callable[[], Any] = finalize(self, _leave)
         """Leaves DTensor as it was, after the last sharded model."""
 
     @staticmethod
-    def resume() -> bool:
-        """Let operations mean those on full tensors; return whether they did not."""
-        was_off = bool(Ordinary._number) and vars(DTensor)["__torch_function__"] is Ordinary._torch_own
-        if was_off:
+    def switch_on() -> None:
+        """Let operations mean those on full tensors, if there is a sharded model."""
+        if FullSemantics._number:
             # No ordinary way: results of operations are of the class DTensor itself, whatever the parameters are.
             DTensor.__torch_function__ = classmethod(_call)  # type: ignore[assignment, method-assign]
-        return was_off
 
     @staticmethod
-    def pause() -> None:
+    def switch_off() -> None:
         """Let operations compute on shards, without a Python call for each use of an attribute."""
-        DTensor.__torch_function__ = Ordinary._torch_own  # type: ignore[method-assign]
+        DTensor.__torch_function__ = FullSemantics._torch_own  # type: ignore[method-assign]
 
     @staticmethod
     @contextmanager
-    def paused() -> Generator[None, None, None]:
-        """Return a context in which operations compute on shards, such as those of phalanx and of torch's FSDP."""
-        was_off = vars(DTensor)["__torch_function__"] is Ordinary._torch_own
-        Ordinary.pause()
+    def on() -> Generator[None, None, None]:
+        """Return a context in which operations mean those on full tensors, also within an update or a backward pass."""
+        was_on = FullSemantics._is_on()
+        FullSemantics.switch_on()
         try:
             yield
         finally:
-            if not was_off:
-                Ordinary.resume()
+            if not was_on:
+                FullSemantics.switch_off()
+
+    @staticmethod
+    @contextmanager
+    def off() -> Generator[None, None, None]:
+        """Return a context in which operations compute on shards, such as those of phalanx and of torch's FSDP."""
+        was_on = FullSemantics._is_on()
+        FullSemantics.switch_off()
+        try:
+            yield
+        finally:
+            if was_on:
+                FullSemantics.switch_on()
+
+    @staticmethod
+    def _is_on() -> bool:
+        return vars(DTensor)["__torch_function__"] is not FullSemantics._torch_own
 
 
 def _leave() -> None:
-    Ordinary._number -= 1
-    if not Ordinary._number:
-        Ordinary._worlds.clear()
-        Ordinary._split.clear()
-        Ordinary.pause()
+    FullSemantics._number -= 1
+    if not FullSemantics._number:
+        FullSemantics._worlds.clear()
+        FullSemantics._split.clear()
+        FullSemantics.switch_off()
 
 
 def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +130,7 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         first = next((each for each in given if is_sharded(each)), None)
         if first is not None:
             return _computed(func, name, args, kwargs, given, first)
-        is_split = any(isinstance(each, DTensor) and each._spec.mesh in Ordinary._split for each in given)
+        is_split = any(isinstance(each, DTensor) and each.device_mesh in FullSemantics._split for each in given)
         # Other operations are those of layers, which torch computes on parts.
         if is_split and (name in _NUMBERS or any(not isinstance(each, DTensor) for each in given)):
             args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (tuple(args), kwargs))
@@ -138,7 +154,7 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
     if name in _NUMBERS:
         return _on_full(func, args, kwargs)
     if name in _RANDOM:
-        return Ordinary._worlds[first.device_mesh].broadcast(_on_full(func, args, kwargs))
+        return FullSemantics._worlds[first.device_mesh].broadcast(_on_full(func, args, kwargs))
     if (out := kwargs.get("out")) is not None:
         # torch would resize this rank's shard to the shape of the full result.
         if not isinstance(out, Tensor):
@@ -158,15 +174,17 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor],
 class _Same(Tensor):
     """The result of ``==`` for a parameter and its gathered copy, which a dict that holds one asks whether it is it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return ordinary tensors for all that is computed from the result."""
+        return _of_torch(func, args, kwargs or {})
 
     def __bool__(self) -> bool:
         return True
 
 
 def _of_torch(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+    return without_subclasses(func, *args, **kwargs)
 
 
 def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -305,7 +323,7 @@ def _nth(func: Any, number: int, result: Any) -> Callable[..., Tensor]:
 
 def is_sharded(value: Any) -> bool:
     """Whether a value is divided like the parameters of a sharded model."""
-    return isinstance(value, DTensor) and value._spec.mesh in Ordinary._worlds
+    return isinstance(value, DTensor) and value.device_mesh in FullSemantics._worlds
 
 
 def full_value(tensor: Any) -> Any:
@@ -332,7 +350,8 @@ def as_shard(parameter: Any, value: Tensor) -> Any:
         return (
             value if value.placements == parameter.placements else value.redistribute(placements=parameter.placements)
         )
-    local = box_in(value, *box_of(parameter)).to(local_of(parameter), copy=True, memory_format=torch.contiguous_format)
+    part = part_at(value, *shape_and_offsets(parameter))
+    local = part.to(local_of(parameter), copy=True, memory_format=torch.contiguous_format)
     return like(parameter, local)
 
 
@@ -341,15 +360,15 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        ctx.spec = tensor._spec
+        ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
         return whole_of_parts(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        mesh = ctx.spec.mesh
+        mesh = ctx.mesh
         part = DTensor.from_local(gradient.contiguous() / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
-        goal = [Replicate() if each.is_partial() else each for each in ctx.spec.placements]
+        goal = [Replicate() if each.is_partial() else each for each in ctx.placements]
         return part.redistribute(placements=goal)
 
 
@@ -407,7 +426,7 @@ def _in_place(func: Any, name: str, target: Any, args: Any, kwargs: Any) -> Any:
         for view, view_args, view_kwargs in reversed(chain):
             part = view(part, *view_args[1:], **view_kwargs)
         write(part)
-        full = Ordinary._worlds[root.device_mesh].broadcast(full) if _is_random(func, name) else full
+        full = FullSemantics._worlds[root.device_mesh].broadcast(full) if _is_random(func, name) else full
         for held, value in ((root, full), (target, part)):
             local_of(held).copy_(local_of(as_shard(held, value)))
     return target

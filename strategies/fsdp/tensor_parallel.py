@@ -1,35 +1,84 @@
-"""Checks of tensor parallelism: plans before layers are split, and results of the ranks that split them."""
+"""Tensor parallelism combined with sharding: the module's plan, tied parameters, and checks of the ranks' results."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils.parametrize import is_parametrized
 
+from ...framework.api.train_module import TrainModule
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.wording import a_type
-from ...framework.parallel.tensor_plan import named_style
-from .boxes import local_of
-from .ordinary import Ordinary
+from ...framework.parallel.meta_device import Owner
+from ...framework.parallel.tensor_plan import check_own_plan, has_own_plan, named_style, own_plan
+from .full_semantics import FullSemantics
+from .local_shards import local_of
 
-HOOK = "configure_tensor_parallel"
+_HOOK = "configure_tensor_parallel"
 _SPLIT = nn.Linear, nn.Embedding
 
 
-def checked_style(module: nn.Module, pattern: str, style: Any) -> Any:
+def check_plan(module: nn.Module, degree: int) -> None:
+    """Check that a module defines a plan for splitting its layers, or that its models bring one along.
+
+    A module whose layers ``configure_model`` builds is checked when it is set up.
+
+    Raises:
+        ConfigurationError: there is no plan, or it does not fit the degree.
+    """
+    if _has_hook(module):
+        return
+    if has_own_plan(module):
+        check_own_plan(module, degree)
+    elif next(module.parameters(), None) is not None or not isinstance(module, TrainModule):
+        raise ConfigurationError(
+            f"parallel={{'tp': {degree}}} needs {type(module).__name__}.{_HOOK}(mesh), which defines how layers are "
+            "split over the ranks of a group, or a model of transformers with a tp_plan: define it, or leave tp out."
+        )
+
+
+def _has_hook(module: nn.Module) -> bool:
+    hook = getattr(type(module), _HOOK, None)
+    return hook is not None and hook is not TrainModule.configure_tensor_parallel
+
+
+def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the layers of a module according to its plan, or that of its models. Collective.
+
+    Raises:
+        ConfigurationError: the module returned something other than a plan.
+    """
+    before = {number for table in _hooks(module) for number in table[1]}
+    plan: Any = getattr(module, _HOOK)(mesh) if _has_hook(module) else own_plan(module)
+    if plan is not None and not isinstance(plan, dict):
+        raise ConfigurationError(
+            f"{type(module).__name__}.{_HOOK} returned {a_type(plan)}: return a dict of names of submodules "
+            "and their ParallelStyle, or None after calling parallelize_module yourself."
+        )
+    if plan is not None:
+        if _has_hook(module):
+            plan = {name: _checked_style(module, name, style) for name, style in plan.items()}
+        parallelize_module(module, mesh, plan)
+    for part, table in _hooks(module):
+        table.update({number: _only_of(part, hook) for number, hook in table.items() if number not in before})
+
+
+def _checked_style(module: nn.Module, pattern: str, style: Any) -> Any:
     """Return the style of a name in a plan of the user's.
 
     Raises:
         ConfigurationError: it is not known, or a layer that has the name cannot be split.
     """
-    owner = f"{type(module).__name__}.{HOOK}"
+    owner = f"{type(module).__name__}.{_HOOK}"
     parts = module.named_modules(remove_duplicate=False) if isinstance(style, ColwiseParallel | RowwiseParallel) else ()
     for name, part in parts:
         if not _fits(name, pattern):
@@ -53,6 +102,47 @@ def _fits(name: str, pattern: str) -> bool:
     """Whether a plan's name is that of a submodule, as torch compares them: ``*`` does not stand for a dot."""
     names, patterns = name.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[nn.Module, dict[int, Callable[..., Any]]]]:
+    for part in module.modules():
+        yield part, part._forward_pre_hooks
+        yield part, part._forward_hooks
+
+
+def _only_of(part: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does nothing for copies of a layer, which compute with full weights."""
+    own = ref(part)
+    return lambda called, *args: hook(called, *args) if called is own() else None
+
+
+def tie_again(name: str, owners: Iterable[Owner]) -> nn.Parameter:
+    """Return the single parameter to register in all places of a tied parameter after layers were split.
+
+    Raises:
+        ConfigurationError: the places were split differently.
+    """
+    held = [
+        (f"{type(part).__name__}.{key}", parameter)
+        for part, key in owners
+        if (parameter := part._parameters[key]) is not None
+    ]
+    first, *others = [parameter for _, parameter in held]
+    if any(_split(parameter) != _split(first) for parameter in others):
+        ways = ", ".join(f"{place} {_shown(parameter)}" for place, parameter in held)
+        raise ConfigurationError(
+            f"{name} is one parameter in several places, which {_HOOK} splits differently: {ways}. Split it the same "
+            "way everywhere, or untie it."
+        )
+    return first
+
+
+def _split(parameter: Tensor) -> Any:
+    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+
+
+def _shown(parameter: Tensor) -> str:
+    return f"as {parameter.placements}" if isinstance(parameter, DTensor) else "not at all"
 
 
 class EqualResults:
@@ -85,7 +175,7 @@ class EqualResults:
         if not all(self._agree(loss.detach().double().view(1, 1), 1e-2 if narrow else 2e-5)):
             raise ConfigurationError(
                 "the loss differs between ranks that split layers (tp): it depends on features of which each has a "
-                f"part, between the layers that {HOOK} splits, or on the rank. Compute such terms from full features, "
+                f"part, between the layers that {_HOOK} splits, or on the rank. Compute such terms from full features, "
                 "those after RowwiseParallel, and draw random numbers from torch's generator."
             )
 
@@ -102,13 +192,13 @@ class EqualResults:
         named = [(name, each) for name, each in self._module.named_parameters() if not each.is_meta and _is_whole(each)]
         if not named:
             return
-        with Ordinary.paused():
+        with FullSemantics.off():
             agree = self._agree(torch.stack([_digest(each) for _, each in named]), 1e-3)
         if not all(agree):
             name = named[agree.index(False)][0]
             raise ConfigurationError(
                 f"the gradient of {name} differs between ranks that split layers (tp), each of which applies it to its "
-                f"own part of the features: give its layer the style 'replicated_with_grad_allreduce' in {HOOK}, "
+                f"own part of the features: give its layer the style 'replicated_with_grad_allreduce' in {_HOOK}, "
                 "which adds the gradients up, or split it."
             )
 
