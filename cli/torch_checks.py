@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -12,7 +14,8 @@ from ..framework.core.errors import PhalanxError
 from ..framework.core.size_text import size_text
 from ..framework.distributed.world import World
 from ..framework.launch.fork_launcher import launch_function
-from ..strategies.deepspeed.ops import OPS, ensure_ops, missing_ops, missing_tools, require_deepspeed
+from ..strategies.deepspeed.library import require_deepspeed
+from ..strategies.deepspeed.ops import OPS, check_build, missing_ops
 from .machine_checks import Check
 
 _ELEMENTS, _ROUNDS = 1 << 20, 5
@@ -36,25 +39,25 @@ def check_gpus() -> Iterator[Check]:
 
 
 def check_deepspeed(build: bool) -> Iterator[Check]:
-    """Check DeepSpeed, its ops, and the tools that build them; with ``build`` build those that are missing."""
+    """Check DeepSpeed, its ops, and the compiler that builds them; with ``build`` build those that are missing."""
     try:
         require_deepspeed("zero2")
     except PhalanxError as error:
         text = str(error)
         yield Check("DeepSpeed", "package", "not installed" in text, text.partition(": ")[0], text)
         return
+    try:
+        check_build(OPS)
+    except PhalanxError as error:
+        found, _, advice = str(error).partition(": ")
+        yield Check("DeepSpeed", "tools", False, found, advice)
+        build = False
+    if build and (missing := missing_ops(OPS)):
+        # In a process of its own, as ranks are forked from this one, which must not load an op.
+        subprocess.run([sys.executable, "-m", "phalanx.strategies.deepspeed.ops", *missing], check=False)
     missing = missing_ops(OPS)
-    tools = missing_tools(missing) if missing else []
-    if missing and build and not tools:
-        try:
-            ensure_ops(missing, lambda text: None)
-        except PhalanxError as error:
-            yield Check("DeepSpeed", "build", False, str(error).splitlines()[0], "see the compiler's message above")
-        missing = missing_ops(OPS)
     for name in OPS:
         yield Check("DeepSpeed", name, True, "not built yet (--build builds it)" if name in missing else "built")
-    for tool in tools:
-        yield Check("DeepSpeed", "tools", False, f"missing: {tool}", "install it")
 
 
 def time_reduction() -> float:

@@ -250,7 +250,7 @@ def _import(library: str) -> None:
     # Some are not installed with every version of torch. DeepSpeed chooses the type of device as it is imported.
     with contextlib.suppress(ImportError):
         if library == "deepspeed":
-            from phalanx.strategies.deepspeed.engine import quiet_import
+            from phalanx.strategies.deepspeed.library import quiet_import
 
             os.environ["DS_ACCELERATOR"] = "cpu"
             with quiet_import():

@@ -40,7 +40,7 @@ _WAITING_INNERMOST = (
     f"{folder_of('diagnostics')}nonfinite_guard.py",
     f"{folder_of('checkpoint')}finite_check.py",
     "/strategies/fsdp/gradients.py",
-    "/strategies/deepspeed/gradients.py",
+    "/strategies/deepspeed/update.py",
 )
 # Frames of the code that runs a rank's script, below the user's frames, are omitted.
 _RUNNER = folder_of("launch")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.core.errors import ConfigurationError
-from .pieces import full_shape
+from .flat_groups import full_shape
 
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
@@ -29,7 +29,6 @@ class LentGradients:
 
     Args:
         full: gathers the gradient of a parameter; None if it has none. Collective.
-        write: replaces the gradient of a parameter in the engine.
         exist: whether the engine holds gradients.
         drop: called for a parameter whose gradient is dropped after an update, with whether it becomes one of zeros.
     """
@@ -37,11 +36,10 @@ class LentGradients:
     def __init__(
         self,
         full: Callable[[nn.Parameter], Tensor | None] = lambda _: None,
-        write: Callable[[nn.Parameter, Tensor | None], None] = lambda *_: None,
         exist: Callable[[], bool] = lambda: False,
         drop: Callable[[nn.Parameter, bool], None] = lambda *_: None,
     ) -> None:
-        self._full, self._write, self.exist, self._drop = full, write, exist, drop
+        self._full, self.exist, self._drop = full, exist, drop
         self._lent: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
         self.left_out: set[int] = set()
         """Parameters, by ``id``, that would have gradients without the engine, which computes those of its own only."""
@@ -83,12 +81,6 @@ class LentGradients:
         lent = list(self._lent.values())
         self._lent.clear()
         return lent
-
-    def write(self, lent: list[tuple[nn.Parameter, Tensor | None]]) -> None:
-        """Write gradients into the engine."""
-        with torch.no_grad():
-            for parameter, gradient in lent:
-                self._write(parameter, gradient)
 
     def forget(self) -> None:
         """Drop the gradients."""

@@ -10,8 +10,10 @@ DeepSpeed unchanged.
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ...framework.core.arguments import check_names
 from ...framework.core.errors import ConfigurationError, did_you_mean, unknown
-from ...framework.core.wording import counted
-from .swap import check_swap_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -157,6 +157,11 @@ OWNED: dict[str, str] = {
     "scheduler": "TrainModule.configure_optimizers, with any torch scheduler",
     "dataloader_drop_last": "DataLoader(drop_last=...)",
     "checkpoint": "Trainer's checkpoints: one format for all strategies",
+    **dict.fromkeys(
+        ("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
+        "offload_optimizer='cpu' alone: with this key DeepSpeed updates in processes of its own, beside training, and "
+        "no checkpoint could hold the state of a step",
+    ),
     "zero_optimization.cpu_offload": "DeepSpeedStrategy(offload_optimizer='cpu')",
     "zero_optimization.cpu_offload_param": "DeepSpeedStrategy(stage=3, offload_parameters='cpu')",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeedStrategy(pin_memory=...)",
@@ -176,17 +181,11 @@ _TOP_LEVEL = (
     "weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 )  # fmt: skip
 
-# Blocks that arguments are written into, or whose entries phalanx reads.
-_BLOCKS = (
-    "aio",
-    "data_types",
-    "zero_optimization",
-    "zero_optimization.offload_optimizer",
-    "zero_optimization.offload_param",
-)
+# Blocks that arguments are written into.
+_BLOCKS = {key.rpartition(".")[0] for keys in _KEYS.values() for key in keys}
 
 # DeepSpeed itself defines "auto" in these.
-_OWN_AUTO = ("zero_optimization.zenflow.", "data_types.keep_in_fp32_modules", "expert_parallel.")
+_OWN_AUTO = ("data_types.keep_in_fp32_modules", "expert_parallel.")
 
 
 def read_config(given: Any) -> tuple[dict[str, Any], str]:
@@ -417,15 +416,45 @@ def _check_combination(options: ZeroOptions) -> None:
         check_swap_folder(options.nvme_path)
 
 
-def check_secondary_shards(options: ZeroOptions, world_size: int) -> None:
-    """Refuse groups for ZeRO++'s second copy of the parameters (hpZ) that do not divide the ranks.
+# ---- the folder of state on a disk ----------------------------------------------------------------------------------
+
+
+def check_swap_folder(path: Path) -> None:
+    """Refuse a folder that DeepSpeed cannot swap to.
+
+    A file is created and opened as DeepSpeed opens its own: with direct writes, which bypass the page cache. Permission
+    bits and mount options do not tell reliably whether that succeeds.
 
     Raises:
-        ConfigurationError: the group's size does not divide the world size.
+        ConfigurationError: the folder is not writable, or its file system does not support direct writes.
     """
-    size = (options.config.get("zero_optimization") or {}).get("zero_hpz_partition_size", 1)
-    if isinstance(size, int) and size > 0 and world_size % size:
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    try:
+        handle, name = tempfile.mkstemp(dir=existing, prefix=".phalanx-")
+    except OSError as error:
         raise ConfigurationError(
-            f"zero_hpz_partition_size={size} does not divide {counted(world_size, 'rank')}: give the ranks of a "
-            "node, or leave it out."
-        )
+            f"nvme_path={str(path)!r} cannot be written: {error.strerror} ({str(existing)!r}). Choose a folder on "
+            "a fast local disk that this user may write to."
+        ) from None
+    os.close(handle)
+    try:
+        os.close(os.open(name, os.O_WRONLY | getattr(os, "O_DIRECT", 0)))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ConfigurationError(
+            f"nvme_path={str(path)!r} is on a file system without direct writes (O_DIRECT), which DeepSpeed needs: "
+            "choose a folder on a local disk, not on tmpfs or a network share."
+        ) from None
+    finally:
+        os.unlink(name)
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether a folder is on a file system that is held in memory, so that offloading to it saves nothing."""
+    import psutil
+
+    real = path.resolve()
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    kind = next((mounts[each] for each in (real, *real.parents) if each in mounts), "")
+    return kind in ("tmpfs", "ramfs")

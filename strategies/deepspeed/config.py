@@ -27,14 +27,6 @@ from ...framework.core.precision import LossScaler, Precision
 from ...framework.system.environment import library_environment
 from .arguments import Offload, ZeroOptions
 
-_CUDA_ONLY = {
-    **dict.fromkeys(
-        ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
-        "DeepSpeed quantizes on CUDA only; leave it out on a CPU",
-    ),
-    # DeepSpeed 0.19.8, driven by hand on gloo: a RuntimeError in the first steps, in stages 2 and 3, in fp32 and bf16.
-    "zenflow": "DeepSpeed's ZenFlow fails on a CPU; leave it out there",
-}
 # Any size is suitable for checking the types and ranges of settings.
 _SOME_ELEMENTS = 10**6
 
@@ -76,9 +68,6 @@ def check_settings(options: ZeroOptions, device_type: str) -> None:
     if not options.config:
         return
     wrong = list(_complaints(engine_config(options, None, 1, _SOME_ELEMENTS), device_type))
-    if device_type == "cpu":
-        zero = options.config.get("zero_optimization") or {}
-        wrong += [f"zero_optimization.{name}: {_CUDA_ONLY[name]}" for name in _CUDA_ONLY if zero.get(name)]
     if wrong:
         raise ConfigurationError(f"DeepSpeed does not take these settings. {'; '.join(wrong)}.")
 

@@ -7,14 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
-import io
-import logging
 import os
-import re
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,36 +18,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.patches import patch
 from ...framework.distributed.world import World
-from ...framework.system.environment import library_environment
-from .ops import load_ops
+from .flat_groups import set_full_shape
+from .library import ops_environment, quiet_import, restore_warnings
 from .outputs import restore_output_support, support_any_output
-from .pieces import set_full_shape
-
-
-class _NoHints(logging.Filter):
-    """Drops two needless warnings of DeepSpeed: that there is no GPU, and that the user's step is not a tensor."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(("A module has unknown inputs or outputs type", "Setting accelerator to"))
-
-
-_NO_HINTS = _NoHints()
-# The process groups that DeepSpeed's own calls create.
-_DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor|_\w+)` is deprecated"
 
 
 @contextlib.contextmanager
-def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
+def backend(world: World) -> Iterator[None]:
     """Make DeepSpeed use this rank's environment, its ops and the existing process group. Collective the first time.
 
     Raises:
         ConfigurationError: DeepSpeed was imported before, and has chosen another type of device for this process.
     """
     device_type = world.device.type
-    with world.variables():
-        # DeepSpeed chooses the type of device at its import: a GPU wherever it finds one.
-        with library_environment(DS_ACCELERATOR=device_type), quiet_import():
+    with world.variables(), ops_environment(device_type):
+        with quiet_import():
             from deepspeed import init_distributed
             from deepspeed.accelerator import get_accelerator
             from deepspeed.ops import __compatible_ops__ as compatible_ops
@@ -62,7 +44,6 @@ def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
                     f"DeepSpeed was imported before phalanx started it, and uses {chosen!r} in this process, while the "
                     f"run uses {device_type!r}: set DS_ACCELERATOR={device_type} before the import, or leave it out."
                 )
-            load_ops(ops, device_type)
             # Reductions through shared memory serve DeepSpeed's inference alone, and would be compiled here.
             compatible_ops["deepspeed_shm_comm"] = False
             # DeepSpeed's own detection of a launcher is for processes without a process group.
@@ -70,44 +51,20 @@ def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def quiet_import() -> Iterator[None]:
-    """Import DeepSpeed quickly and without its printed list of ops, and suppress its needless warnings afterwards."""
-    logger = logging.getLogger("DeepSpeed")
-    if _NO_HINTS not in logger.filters:
-        logger.addFilter(_NO_HINTS)
-        warnings.filterwarnings("ignore", _DEPRECATED, FutureWarning)
-    # Its autotuner imports mlflow where that is installed: three quarters of the time that the import takes.
-    hidden = {"mlflow": None} if not sys.modules.keys() & {"deepspeed", "mlflow"} else {}
-    sys.modules.update(hidden)  # type: ignore[arg-type]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-
-
-def import_deepspeed(device_type: str) -> None:
-    """Import DeepSpeed and what its engine imports at its start, without initializing a device.
-
-    Every rank would otherwise spend these seconds itself, and have a copy of the modules in its own memory.
-    """
-    with library_environment(DS_ACCELERATOR=device_type, PYTORCH_NVML_BASED_CUDA_CHECK="1"), quiet_import():
-        # The last two import torch's compiler, which takes as long again.
-        for name in ("", ".runtime.zero.muon.muon_optimizer", ".module_inject.auto_ep_layer"):
-            # A module that a later version has moved costs time at the start of each rank, and nothing else.
-            with contextlib.suppress(ImportError):
-                importlib.import_module(f"deepspeed{name}")
-
-
 def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[str, Any]) -> Any:
     """Return DeepSpeed's engine around an adapter with identical tensors on all ranks. Collective, in ``backend``."""
-    with _nothing_sent(), _memory_shown(config.get("memory_breakdown", False)):
-        import deepspeed
+    import deepspeed
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-        support_any_output()
-
+    support_any_output()
+    show_memory = partial(_show_memory, bf16_optimizer.see_memory_usage, config.get("memory_breakdown", False))
+    with contextlib.ExitStack() as patches:
+        # It broadcasts parameters, which are identical already, and fails on one without dims. Private to DeepSpeed,
+        # which has no setting for it: only models that ``zero.Init`` has split are not broadcast.
+        patch(patches, DeepSpeedEngine, "_broadcast_model", lambda engine: None)
+        # The bf16 optimizer prints the memory in use.
+        patch(patches, bf16_optimizer, "see_memory_usage", show_memory)
         engine, *_ = deepspeed.initialize(
             model=adapter,
             optimizer=optimizer,
@@ -118,33 +75,8 @@ def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[s
     return engine
 
 
-@contextlib.contextmanager
-def _nothing_sent() -> Iterator[None]:
-    """Prevent the engine from broadcasting parameters, which are identical already; it fails on one without dims.
-
-    Private to DeepSpeed, which has no setting for it: only models that ``zero.Init`` has split are not broadcast.
-    """
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    sends = DeepSpeedEngine._broadcast_model
-    DeepSpeedEngine._broadcast_model = lambda engine: None
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._broadcast_model = sends
-
-
-@contextlib.contextmanager
-def _memory_shown(asked: bool) -> Iterator[None]:
-    """Prevent the bf16 optimizer from printing the memory in use."""
-    from deepspeed.runtime import bf16_optimizer
-
-    shows = bf16_optimizer.see_memory_usage
-    bf16_optimizer.see_memory_usage = lambda message, force=False: shows(message, force=asked)
-    try:
-        yield
-    finally:
-        bf16_optimizer.see_memory_usage = shows
+def _show_memory(show: Callable[..., None], is_wanted: bool, message: str, force: bool = False) -> None:
+    show(message, force=is_wanted)
 
 
 class Splitter:
@@ -228,6 +160,4 @@ def release_globals() -> None:
                 torch.distributed.destroy_process_group(group)
     Splitter.second_group = None
     debug.debug_clear_module_and_param_names()
-    logging.getLogger("DeepSpeed").removeFilter(_NO_HINTS)
-    filters: Any = warnings.filters
-    filters[:] = [one for one in filters if one[1] != re.compile(_DEPRECATED, re.IGNORECASE)]
+    restore_warnings()

@@ -6,8 +6,8 @@ stage 2 stores full gradients until then, as stage 1 does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,18 +17,15 @@ from ...framework.core.errors import ConfigurationError
 from ...framework.core.patches import patch
 from ...framework.parallel.recovery import Recovery, Repeat
 from .access import engine_runs
-from .optimizer import Following
-from .state import EngineState
 from .update import EngineUpdate
 
 
 class LateUpdate(EngineUpdate):
-    """Keeps gradients on each rank until ``reduce``, and can repeat the step of the engine's optimizer."""
+    """Keeps gradients on each rank until ``reduce``."""
 
-    def __init__(self, engine: Any, following: Following, state: EngineState) -> None:
-        super().__init__(engine, following, state)
-        self._repeat: Repeat | None = None
-        engine.enable_backward_allreduce = False
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.engine.enable_backward_allreduce = False
         self._stage.keep_gradients()
         self._set_boundary(False)
 
@@ -53,51 +50,26 @@ class LateUpdate(EngineUpdate):
             "recovery from shortage of memory out."
         )
 
-    def step(self) -> bool:
-        """Update the weights; return whether the update was applied. Collective."""
-        applied = super().step()
+    def _begin_window(self) -> None:
+        super()._begin_window()
         self._set_boundary(False)
-        return applied
-
-    def _call_hooks(self) -> None:
-        """Call the hooks on the user's optimizer again if memory is short, as the step."""
-        if self._repeat is None:
-            super()._call_hooks()
-        else:
-            self._repeat(self.zero.optimizer, self.follow.before)
-
-    def drop(self) -> None:
-        """Drop gradients that no update has used."""
-        super().drop()
-        self._set_boundary(False)
-
-    @contextmanager
-    def repeating(self, repeat: Repeat) -> Generator[None, None, None]:
-        """Let ``repeat`` call the steps of the engine's optimizer, before and after which the engine communicates."""
-        inner = self.zero.optimizer
-        step = inner.step
-
-        def step_or_repeat(*args: Any, **options: Any) -> Any:
-            return repeat(inner, partial(step, *args, **options))
-
-        with ExitStack() as patches:
-            patch(patches, inner, "step", step_or_repeat)
-            patch(patches, self, "_repeat", repeat)
-            yield
 
 
 class EngineRecovery(Recovery):
-    """Repeats the step of the engine's optimizer, which contains no collective.
+    """Repeats the step of the engine's optimizer, before and after which the engine communicates."""
 
-    Args:
-        update: the engine's update; None before set-up.
-    """
-
-    def __init__(self, update: LateUpdate | None = None) -> None:
+    def __init__(self, update: LateUpdate) -> None:
         self._update = update
 
     def update(self, optimizer: Optimizer, step: Callable[[], bool], repeat: Repeat) -> bool:
-        """Apply an update; repeat the step of the engine's optimizer where memory is short. Collective."""
-        assert self._update is not None
-        with self._update.repeating(repeat):
+        """Apply an update; repeat the hooks and the step of the engine's optimizer if memory is short. Collective."""
+        inner, follow = self._update.zero.optimizer, self._update.follow
+        step_once = inner.step
+
+        def step_or_repeat(*args: Any, **options: Any) -> Any:
+            return repeat(inner, partial(step_once, *args, **options))
+
+        with ExitStack() as patches:
+            patch(patches, inner, "step", step_or_repeat)
+            patch(patches, follow, "before", partial(repeat, inner, follow.before))
             return step()

@@ -68,11 +68,6 @@ class LentState(MutableMapping[Any, Any]):
                 "the state of this optimizer was in DeepSpeed's engine, which has ended: read it in on_fit_end, save a "
                 "checkpoint, or create a new optimizer."
             )
-        if self._held.groups.stepping is None:
-            raise ConfigurationError(
-                "the state of this optimizer is in processes of DeepSpeed, which steps on its own under ZenFlow and "
-                "SuperOffload: leave them out of the config, or save a checkpoint to keep the state."
-            )
         return self._held
 
     # ---- for the engine -------------------------------------------------------------------------------------------
@@ -125,7 +120,8 @@ class LentState(MutableMapping[Any, Any]):
             numbers, flat = self._known()
             own = numbers[id(key)]
             number, piece = self._places[id(key)]
-            slots = {} if own is None else {**own, **held.full_slots(number, piece, flat[number])}
+            # Several parameters may have the same object.
+            slots = {} if own is None else {**copy.deepcopy(own), **held.full_slots(number, piece, flat[number])}
             assert self._optimizer is not None
             if "step" in slots and not counts_in_ints(self._optimizer):
                 slots["step"] = torch.as_tensor(slots["step"], dtype=torch.float32)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .engine import import_deepspeed
+from .library import import_deepspeed
 
 import_deepspeed("cpu")

@@ -6,12 +6,11 @@ object is never passed to the engine: it holds the hyperparameters, which every 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,8 @@ from ...framework.core.quantized_state import quantizes
 from ...framework.core.split_optimizer import Split, kind_of, optimizers_in
 from ..limits import updates_all_parameters, updates_full_parameters
 from .arguments import ZeroOptions
-from .pieces import full_size
+from .flat_groups import full_size
+from .library import query_processor_once
 
 _log = logging.getLogger(__name__)
 
@@ -182,10 +182,10 @@ def engine_optimizer(optimizer: Optimizer, options: ZeroOptions) -> Optimizer:
         return (torch.optim.AdamW if decoupled == {True} else torch.optim.Adam)(own, fused=True)
     mode = "AdamW" if decoupled == {True} else "Adam"
     _log.info("DeepSpeed: DeepSpeedCPUAdam in %s mode steps in the place of torch.optim.%s.", mode, kind)
-    with _processor_unasked():
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    query_processor_once()
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        made: Optimizer = DeepSpeedCPUAdam(own, adamw_mode=mode == "AdamW")
+    made: Optimizer = DeepSpeedCPUAdam(own, adamw_mode=mode == "AdamW")
     made.register_step_pre_hook(partial(_forget_powers, torch.empty(0)))
     return made
 
@@ -216,19 +216,6 @@ def _forget_powers(nothing: Tensor, optimizer: Any, *_: Any) -> None:
     betas, on tensors without elements, clears the cache.
     """
     optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *[nothing] * 4)
-
-
-@contextlib.contextmanager
-def _processor_unasked() -> Iterator[None]:
-    """Prevent DeepSpeed from querying the processor's vendor, which takes 2 s and only serves a warning about fp16."""
-    import cpuinfo
-
-    asks = cpuinfo.get_cpu_info
-    cpuinfo.get_cpu_info = dict
-    try:
-        yield
-    finally:
-        cpuinfo.get_cpu_info = asks
 
 
 def _copy_of(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> Optimizer:

@@ -21,56 +21,34 @@ from ...framework.parallel.zero_backward import attributes_of, tensors_in
 _PLAIN = (type(None), bool, int, float, str)
 
 
+class _Tensors(tuple[Tensor, ...]):
+    """The tensors in an output, in a container in which stage 3 does not replace them."""
+
+
 class OutputAdapter(StepAdapter):
     """Gives DeepSpeed's hooks the tensors in the output of a step, in a container that they support."""
 
-    _output: tuple[Any] | None = None
     is_running = False
     """Whether a step is running."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        # In a list, because nn.Module would register a bare module or parameter as one of its own.
+        self._outputs: list[Any] = []
+
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
-        """Call ``step``. Return a tensor as it is, and instead of any other output a tuple of its tensors."""
+        """Call ``step``; return the tensors in its output, see ``take_output``."""
         self.is_running = True
         try:
             output = step(*args, **kwargs)
         finally:
             self.is_running = False
-        if output is None or output.__class__ is Tensor:
-            return output
-        # In a tuple, because nn.Module would register a bare module or parameter as one of its own.
-        self._output = (output,)
-        return tuple(tensors_in(output))
+        self._outputs[:] = [output]
+        return _Tensors(tensors_in(output))
 
-    def unpack(self, output: Any) -> Any:
-        """Return the step's own output."""
-        if self._output is None:
-            return output
-        (own,), self._output = self._output, None
-        return own
-
-    def hook_tensors(self, offload: Any) -> None:
-        """Let stage 3 hook tensors instead of replacing them.
-
-        Args:
-            offload: DeepSpeed's object that gathers parameters.
-        """
-        self.pre_bwd_fn = _HookedTensors(lambda: offload.pre_sub_module_backward_function(self))
-
-
-class _HookedTensors:
-    """The function that stage 3 applies to each tensor in an output."""
-
-    def __init__(self, before_backward: Callable[[], Any]) -> None:
-        self._before_backward = before_backward
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        """Call the function before the backward pass of a tensor's node; return the tensor."""
-        if tensor.requires_grad:
-            tensor.register_hook(self._run)
-        return tensor
-
-    def _run(self, _: Tensor) -> None:
-        self._before_backward()
+    def take_output(self) -> Any:
+        """Return the output of the step that has ended."""
+        return self._outputs.pop()
 
 
 def support_any_output() -> None:
@@ -99,7 +77,7 @@ _ORIGINAL: list[Callable[..., Any]] = []
 
 def _apply_to_tensors(function: Any, value: Any, warning_msg_fn: Any = None) -> Any:
     """Apply DeepSpeed's autograd function to all tensors, or hook those that it could not replace."""
-    if value.__class__ is Tensor or _is_supported(value) or not _is_before_backward(function):
+    if _is_supported(value) or not _is_before_backward(function):
         # Without its hooks on inputs a module releases its parameters later, after the backward pass.
         return _ORIGINAL[0](function, value, warning_msg_fn)
     tensors = [tensor for tensor in tensors_in(value) if tensor.requires_grad]

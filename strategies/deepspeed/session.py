@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,15 @@ from ...framework.parallel.meta_device import supplied_names
 from ...framework.parallel.strategy import StepFunction
 from .access import LentGradients, engine_runs, unwatch, watch
 from .arguments import ZeroOptions
-from .attributes import OriginalAttributes
 from .config import engine_config
 from .engine import Splitter, backend, start_engine, stop_engine, use_local_device
+from .flat_groups import FlatGroups, full_size
 from .late_update import LateUpdate
-from .ops import needed_ops
+from .lent_state import LentState
 from .optimizer import Following, check_one_dtype, engine_optimizer
 from .outputs import OutputAdapter
-from .pieces import FlatGroups, full_size
 from .setup import (
+    OriginalAttributes,
     Origins,
     allow_exact_statistics,
     broadcast_module,
@@ -55,7 +54,8 @@ class EngineSession:
     so that ``stop`` also releases a session whose start has failed.
 
     Args:
-        options: the strategy's arguments.
+        name: the name of the strategy, for errors.
+        options: its arguments.
         world: the ranks.
         precision: the precision of training.
         reduces_later: whether gradients are reduced after the last backward pass of a window, see ``LateUpdate``.
@@ -66,7 +66,10 @@ class EngineSession:
     state: EngineState | None = None
     """The state that the engine holds; None without an engine."""
 
-    def __init__(self, options: ZeroOptions, world: World, precision: Precision, reduces_later: bool = False) -> None:
+    def __init__(
+        self, name: str, options: ZeroOptions, world: World, precision: Precision, reduces_later: bool = False
+    ) -> None:
+        self._name = name
         self._options = options
         self._world = world
         self._precision = precision
@@ -101,28 +104,23 @@ class EngineSession:
             ConfigurationError: the engine does not support the optimizer, or rank 0 has no data for a parameter.
         """
         compute_dtype = self._compute_dtype if optimizers else None
-        check_memory(module, f"zero{self._options.stage}")
+        check_memory(module, self._name)
         for optimizer in optimizers:
-            check_one_dtype(module, optimizer, compute_dtype, f"zero{self._options.stage}")
+            check_one_dtype(module, optimizer, compute_dtype, self._name)
         if self._options.stage == 3:
             check_elements(module)
             origins = Origins(module, optimizers, self._world, deferred, supplied_names(module, supplied))
         self._record_and_freeze(module, optimizers)
         if self._options.stage == 3:
-            config = self._sized_config(module, bool(optimizers))
-            with backend(self._world, self._ops):
+            config = self._config(module, bool(optimizers))
+            with backend(self._world):
                 fp32_weights = split_parameters(module, Splitter(config), self._world, compute_dtype, origins)
             self._start_engine(module, optimizers, fp32_weights, config)
         else:
             broadcast_module(module, self._world, supplied)
             if optimizers:
                 fp32_weights = full_precision_weights(module, compute_dtype)
-                self._start_engine(module, optimizers, fp32_weights, self._sized_config(module, True))
-
-    @property
-    def _ops(self) -> list[str]:
-        """The names of the ops that this rank needs; ``backend`` loads them before DeepSpeed can compile them."""
-        return needed_ops(self._options)
+                self._start_engine(module, optimizers, fp32_weights, self._config(module, True))
 
     @property
     def _compute_dtype(self) -> torch.dtype | None:
@@ -152,7 +150,7 @@ class EngineSession:
         config: dict[str, Any],
     ) -> None:
         self._adapter = OutputAdapter(module)
-        with backend(self._world, self._ops):
+        with backend(self._world):
             use_local_device(self._world)
             inner = engine_optimizer(optimizers[0], self._options) if optimizers else None
             self._engine = start_engine(self._adapter, inner, config)
@@ -165,40 +163,29 @@ class EngineSession:
         self.state = EngineState(groups, load_full_precision(groups, module, fp32_weights, self._world), self._world)
         if self._options.stage == 3:
             offload = getattr(self._engine.optimizer, "parameter_offload", self._engine.optimizer)
-            self._adapter.hook_tensors(offload)
-            gathering = Gathering(module, self._world, offload)
-            self._handles = refuse_empty_state(module, gathering.is_whole)
-            self.state.use(gathering)
+            self.state.gathering = Gathering(module, self._world, offload)
+            self._handles = refuse_empty_state(module, self.state.gathering.is_whole)
         if optimizers:
             self._classes = allow_exact_statistics(module) if self._compute_dtype is not None else {}
             fixed = groups.trained | self._left_out
             frozen = [one for one in module.parameters() if id(one) not in fixed]
-            following = Following(optimizers[0], groups.inner, frozen, f"zero{self._options.stage}")
-            self.update = self._update_class(self._engine, following, self.state)
+            following = Following(optimizers[0], groups.inner, frozen, self._name)
+            self.update = self._update_class(self._engine, following, self.state, self._name)
             self.update.lent.left_out = self._left_out
-            self.state.lend(optimizers[0])
+            self.state.lent = LentState(optimizers[0], self.state)
         self._watched = list(module.parameters())
         watch(self._watched, LentGradients() if self.update is None else self.update.lent)
 
-    def _sized_config(self, module: nn.Module, training: bool) -> dict[str, Any]:
-        sizes = [full_size(parameter) for parameter in module.parameters()]
-        return self._config(sum(sizes), max(sizes, default=0), self._precision if training else None)
-
-    def _config(self, elements: int, largest: int, precision: Precision | None) -> dict[str, Any]:
-        """Return the engine's config, with a separate folder for this rank's files on a disk.
-
-        Args:
-            elements: elements of all parameters.
-            largest: elements of the largest parameter.
-            precision: None for fp32 storage only.
-        """
-        if self._options.uses_nvme and self._swap_folder is None:
-            path = self._options.nvme_path
-            assert path is not None
+    def _config(self, module: nn.Module, training: bool) -> dict[str, Any]:
+        """Return the engine's config, with a separate folder for this rank's files on a disk."""
+        path = self._options.nvme_path
+        if path is not None and self._options.uses_nvme:
             path.mkdir(parents=True, exist_ok=True)
             self._swap_folder = Path(tempfile.mkdtemp(prefix=f"phalanx-rank{self._world.rank}-", dir=path))
         folder = None if self._swap_folder is None else self._swap_folder / "split"
-        return engine_config(self._options, precision, self._world.size, elements, largest or None, swap_folder=folder)
+        sizes = [full_size(parameter) for parameter in module.parameters()]
+        precision, largest = self._precision if training else None, max(sizes, default=0) or None
+        return engine_config(self._options, precision, self._world.size, sum(sizes), largest, swap_folder=folder)
 
     # ---- in use ---------------------------------------------------------------------------------------------------
 
@@ -209,10 +196,14 @@ class EngineSession:
         """
         if self._engine is None or self._adapter is None or (not training and self._options.stage < 3):
             return step
-        adapter = self._adapter
-        routed, unpack = partial(self._engine, step), adapter.unpack
+        adapter, engine = self._adapter, self._engine
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            engine(step, *args, **kwargs)
+            return adapter.take_output()
+
         if training:
-            return explained(lambda *args, **kwargs: unpack(routed(*args, **kwargs)))
+            return explained(run)
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             if adapter.is_running:
@@ -221,18 +212,17 @@ class EngineSession:
             # tensors.
             grad = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
-                return unpack(routed(*args, **kwargs))
+                return run(*args, **kwargs)
 
         return evaluate
 
-    def check_trainable(self, module: nn.Module, name: str) -> None:
+    def check_trainable(self, module: nn.Module) -> None:
         """Refuse parameters that were frozen, unfrozen, added, removed or replaced since the start.
 
         The engine's flat tensors cannot change.
 
         Args:
             module: the module that was started with.
-            name: the name of the strategy, for the error.
 
         Raises:
             ConfigurationError: on all ranks; the parameters are not those of the start.
@@ -249,8 +239,8 @@ class EngineSession:
             parameter_name, change = min(changes)
             remedy = "set requires_grad" if change.endswith("frozen") else "change parameters"
             raise ConfigurationError(
-                f"{parameter_name} was {change} during a fit under strategy={name!r}, whose flat tensors are fixed "
-                f"when the fit starts: {remedy} before the fit, or use strategy='ddp' or 'fsdp'."
+                f"{parameter_name} was {change} during a fit under strategy={self._name!r}, whose flat tensors are "
+                f"fixed when the fit starts: {remedy} before the fit, or use strategy='ddp' or 'fsdp'."
             )
 
     # ---- the end --------------------------------------------------------------------------------------------------

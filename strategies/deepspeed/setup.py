@@ -1,7 +1,9 @@
 """Prepares a module for DeepSpeed's engine (split, converted to a dtype), and restores it afterwards.
 
-DeepSpeed gives parameters other storage and another dtype. The user's module has to survive that: after a fit it has
-its own dtypes, classes and attributes again, so that it can be copied, pickled, and trained under another strategy.
+DeepSpeed gives parameters other storage and another dtype, and leaves attributes on modules and parameters. The user's
+module has to survive that: after a fit it has its own dtypes, classes and attributes again, so that it can be copied,
+pickled, and trained under another strategy. tests/strategies/test_deepspeed.py compares all attributes of a module
+before and after a fit.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.torch_internals import NormWithStatistics
+from ...framework.diagnostics.program_state import ENGINE_ATTRIBUTES
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import replace_tensors, share_tensors, tensors_of, without_data
 from .engine import Splitter
-from .pieces import FlatGroups, Piece, even_piece, full_shape, gathered, is_split, local_piece, partition_of
+from .flat_groups import FlatGroups, Piece, even_piece, full_shape, gathered, is_split, local_piece, partition_of
 from .state import EngineState
 
 
@@ -280,3 +283,50 @@ def gather_weights(module: nn.Module, state: EngineState, dtypes: Mapping[int, t
             left[id(parameter)] = torch.empty(shape, dtype=dtype, device="meta")
     if left:
         replace_tensors(module, lambda _, tensor: left.get(id(tensor)))
+
+
+# ---- DeepSpeed's attributes ----------------------------------------------------------------------------------------
+
+COUNTS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+"""Attributes of modules in which stage 3 counts the parts of a backward pass; the first forward pass sets them.
+
+Private to DeepSpeed, which offers nothing to go through a graph twice.
+"""
+# What steps set on parameters; users may set attributes of their own.
+_PREFIXES = ("ds_", "_ds_", "_hp_")
+# The names that engines have added, in all fits of this process: an earlier one may have left them on a module.
+_ON_MODULES = ENGINE_ATTRIBUTES
+_ON_MODULES.update(COUNTS)
+_ON_PARAMETERS: set[str] = set()
+
+
+class OriginalAttributes:
+    """The attributes of a module and its parameters before set-up; ``restore`` removes those that DeepSpeed adds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.dtypes = {id(one): one.dtype for one in module.parameters()}
+        self.requires_grad = {id(one): one.requires_grad for one in module.parameters()}
+        self._of_modules = [(part, set(vars(part))) for part in module.modules()]
+        self._of_parameters = [(one, set(vars(one))) for one in module.parameters()]
+
+    def note_added(self) -> None:
+        """Take the attributes that are new since the construction for DeepSpeed's."""
+        _ON_MODULES.update(*(vars(part).keys() - names for part, names in self._of_modules))
+        _ON_PARAMETERS.update(*(vars(one).keys() - names for one, names in self._of_parameters))
+
+    def restore(self, module: nn.Module) -> None:
+        """Remove DeepSpeed's attributes, and set ``requires_grad`` as it was."""
+        ordinary = type(nn.Module()._parameters)
+        for part in module.modules():
+            if type(part._parameters).__module__.startswith("deepspeed."):
+                # A dict that gathers a parameter, collectively, when it is looked up.
+                # Not through nn.Module.__setattr__, which looks names up in the dict that is replaced.
+                object.__setattr__(part, "_parameters", ordinary(part._parameters.items()))
+            for name in _ON_MODULES & set(vars(part)):
+                delattr(part, name)
+        for parameter in module.parameters():
+            for name in list(vars(parameter)):
+                if name in _ON_PARAMETERS or name.startswith(_PREFIXES):
+                    delattr(parameter, name)
+            if id(parameter) in self.requires_grad:
+                parameter.requires_grad_(self.requires_grad[id(parameter)])

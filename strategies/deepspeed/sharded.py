@@ -20,7 +20,7 @@ from ...framework.core.torch_internals import is_in_backward, version_of
 from ...framework.distributed.world import World
 from ...framework.parallel.step_flags import RunOrder
 from .access import engine_runs
-from .pieces import full_shape, is_split, keep_equal, local_piece, partition_of
+from .flat_groups import full_shape, is_split, keep_equal, local_piece, partition_of
 
 # What is the same for a parameter with and without elements.
 _SHAPES = {

@@ -1,11 +1,12 @@
 """Operations on gradients that differ between the three optimizers of DeepSpeed's engine.
 
 They are those of stages 1 and 2 (``SplitGradients``), of stage 3 (``SplitParameters``), and of stage 1 in bf16
-(``WholeGradients``).
+(``WholeGradients``), with what is common in ``Stage``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ...framework.core.errors import ConfigurationError
 from .access import engine_runs
-from .pieces import even_piece, full_size
+from .flat_groups import even_piece, full_size
 from .state import EngineState
 
 
@@ -28,7 +29,7 @@ def arrived_twice(name: str, stage: int) -> ConfigurationError:
     )
 
 
-class Scaling(Protocol):
+class Update(Protocol):
     """The part of ``EngineUpdate`` that a stage uses."""
 
     engine: Any
@@ -38,29 +39,33 @@ class Scaling(Protocol):
     def arrives(self) -> None:
         """Note that a gradient arrives."""
 
-    def norm(self) -> Tensor:
+    def total_norm(self) -> Tensor:
         """Return the norm of all gradients, a 0-d tensor; infinite if it is not finite. Collective."""
 
     def known_norm(self) -> Tensor | None:
         """Return the norm including the loss scale if it was computed since the last backward pass, else None."""
 
-    def scale_by_loss_scale(self, factor: float) -> None:
-        """Multiply gradients through the loss scale that the next step divides by."""
-
     def scale_norm(self, factor: float | Tensor) -> None:
         """Scale the cached norm with gradients that were multiplied."""
 
 
-class UseOfParameters:
-    """A record of the parameters that have a gradient in this window, on this rank.
+class Stage:
+    """The gradients in an optimizer of DeepSpeed's engine, and which parameters have one in this window, on this rank.
+
+    A method without a statement is for optimizers that have something to do there.
 
     Args:
+        update: the engine's update.
         parameters: the parameters that the engine trains.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, update: Update, parameters: Iterable[Tensor]) -> None:
+        self.update, self.zero = update, update.zero
         self._trained = {id(one) for one in parameters}
         self._used: set[int] = set()
+        self._factor = 1.0
+
+    # ---- use of parameters ----------------------------------------------------------------------------------------
 
     def mark(self, parameter: Tensor, used: bool) -> None:
         """Record whether a parameter has a gradient."""
@@ -70,17 +75,68 @@ class UseOfParameters:
         """Return the ``id`` of each parameter that has none."""
         return frozenset() if len(self._used) == len(self._trained) else self._trained - self._used
 
-    def forget_use(self) -> None:
-        """Begin another window."""
+    # ---- passes ---------------------------------------------------------------------------------------------------
+
+    def begin_window(self) -> None:
+        """Begin another window, whose gradients are neither scaled nor clipped yet."""
         self._used.clear()
+        if self._factor != 1.0:
+            self._factor = 1.0
+            self.zero.custom_loss_scaler = False
+        self.zero.clip_grad = 0.0
+
+    def begin_pass(self) -> None:
+        """Forget the gradients that the last backward pass has reduced."""
+
+    def keep_gradients(self) -> None:
+        """Add up the gradients of backward passes on each rank, until ``reduce``."""
+
+    def reduce(self, engine: Any) -> None:
+        """Average the gradients that backward passes have left over the ranks. Collective."""
+        raise NotImplementedError
+
+    def reopen(self) -> None:
+        """Let the next backward pass add to gradients that were reduced."""
+
+    def clear_unused(self) -> None:
+        """Zero stale gradients of the last update for parameters that have no gradient in this one so far."""
+
+    def complete(self) -> None:
+        """Give the optimizer the gradients of parameters that the last pass of the window has not used."""
+
+    # ---- between the passes and the update ------------------------------------------------------------------------
+
+    def write(self, parameter: Any, gradient: Tensor) -> None:
+        raise NotImplementedError
+
+    def raw_norm(self) -> Any:
+        """Return the norm of all gradients including the loss scale. Collective."""
+        raise NotImplementedError
+
+    def scale(self, factor: float) -> None:
+        """Multiply gradients through the loss scale that the next step divides by: no pass over them is needed."""
+        zero = self.zero
+        self._factor *= factor
+        zero.custom_loss_scaler = True
+        zero.external_loss_scale = zero.loss_scaler.cur_scale / self._factor if self._factor else math.inf
+
+    def clip(self, max_norm: float) -> None:
+        """Let the next step scale the gradients so that their norm is at most ``max_norm``."""
+        self.zero.clip_grad = max_norm
+
+    def begin_update(self) -> None:
+        """Prepare the engine's step."""
+
+    def drop(self) -> None:
+        """Drop the gradients."""
+        raise NotImplementedError
 
 
-class SplitGradients(UseOfParameters):
+class SplitGradients(Stage):
     """Stages 1 and 2."""
 
-    def __init__(self, update: Scaling) -> None:
-        super().__init__(one for group in update.zero.bit16_groups for one in group)
-        self.update, self.zero = update, update.zero
+    def __init__(self, update: Update) -> None:
+        super().__init__(update, (one for group in update.zero.bit16_groups for one in group))
         self._compute = self.zero.scaled_global_norm
         self.zero.scaled_global_norm = self._norm_of_step
         self._mine = (
@@ -106,13 +162,11 @@ class SplitGradients(UseOfParameters):
         self._arrived: set[int] = set()
         self._is_late = False
         self._process = self.zero.process_gradients
-        if not self.zero.zenflow:
-            self.zero.process_gradients = self._arrive
-            self.zero.reduce_ready_partitions_and_remove_grads = self._reduce_ready
-            update.engine.allreduce_gradients = partial(self.reduce, update.engine)
+        self.zero.process_gradients = self._arrive
+        self.zero.reduce_ready_partitions_and_remove_grads = self._reduce_ready
+        update.engine.allreduce_gradients = partial(self.reduce, update.engine)
 
     def begin_pass(self) -> None:
-        """Forget the gradients that the last backward pass has reduced."""
         self._next = 0
         self._arrived.clear()
 
@@ -120,9 +174,9 @@ class SplitGradients(UseOfParameters):
         self._order = order
         self._place = {id(one): place for place, (one, *_) in enumerate(order)}
 
-    def forget_use(self) -> None:
-        """Begin another window, in which a rank without a batch begins no pass, but reduces all parameters too."""
-        super().forget_use()
+    def begin_window(self) -> None:
+        super().begin_window()
+        # A rank without a batch begins no pass, but reduces all parameters too.
         self.begin_pass()
 
     def _keep_reduced(self, *args: Any, param_group_idx: int, **options: Any) -> Any:
@@ -130,7 +184,7 @@ class SplitGradients(UseOfParameters):
         return self._flat_partition(*args, param_group_idx=param_group_idx, **options)
 
     def reopen(self) -> None:
-        """Let the next backward pass add to reduced gradients: DeepSpeed would replace them."""
+        # DeepSpeed would replace them.
         zero = self.zero
         if not self._mine:
             zero.all_grad_tensors.update(self._reduced)
@@ -152,11 +206,10 @@ class SplitGradients(UseOfParameters):
         zero.norm_for_param_grads = {}
 
     def begin_update(self) -> None:
-        """Drop references to gradients, which the engine frees in its step."""
+        # The engine frees the gradients in its step.
         self._reduced.clear()
 
     def keep_gradients(self) -> None:
-        """Add up the gradients of backward passes on each rank, until ``reduce``."""
         zero = self.zero
         # In stage 2, gradients of a lower dtype would be added up in that dtype.
         zero.use_grad_accum_attribute = zero.use_separate_grad_accum
@@ -190,7 +243,8 @@ class SplitGradients(UseOfParameters):
     def reduce(self, engine: Any) -> None:
         """Average the gradients that the hooks have left, as DeepSpeed does at the end of a backward pass. Collective.
 
-        All ranks reduce the same parameters in the same order: one that a rank has not used has a gradient of zero.
+        All ranks reduce the same parameters in the same order: one that a rank has not used has a gradient of zero. So
+        there is nothing for ``clear_unused`` and ``complete`` to do.
         """
         zero = self.zero
         ends = engine.is_gradient_accumulation_boundary()
@@ -230,7 +284,6 @@ class SplitGradients(UseOfParameters):
             self._first_arrivals = None
 
     def write(self, parameter: Any, gradient: Tensor) -> None:
-        """Replace the gradient of a parameter."""
         parameter.set_full_hp_grad(gradient)
         number = self.zero.get_param_id(parameter)
         if number in self._mine:
@@ -246,18 +299,6 @@ class SplitGradients(UseOfParameters):
 
     def raw_norm(self) -> Any:
         return self._compute()
-
-    def scale(self, factor: float) -> None:
-        self.update.scale_by_loss_scale(factor)
-
-    def clip(self, max_norm: float) -> None:
-        self.zero.clip_grad = max_norm
-
-    def clear_unused(self) -> None:
-        """Do nothing: every reduction covers all parameters."""
-
-    def complete(self) -> None:
-        """Do nothing: every reduction covers all parameters."""
 
     def drop(self) -> None:
         zero = self.zero
@@ -303,15 +344,14 @@ def order_reductions(zero: Any) -> OrderedStream | None:
     return ordered
 
 
-class SplitParameters(UseOfParameters):
-    """Stage 3."""
+class SplitParameters(Stage):
+    """Stage 3, whose engine adds to this rank's pieces of the gradients in every backward pass of an update."""
 
-    def __init__(self, update: Scaling) -> None:
-        self.update, self.zero = update, update.zero
-        self._groups: list[list[Any]] = self.zero.fp16_groups
-        super().__init__(one for group in self._groups for one in group)
+    def __init__(self, update: Update) -> None:
+        self._groups: list[list[Any]] = update.zero.fp16_groups
         # In the order of the flat buffer, which has the padded gradients of all parameters one after the other.
         parameters = [one for group in self._groups for one in group]
+        super().__init__(update, parameters)
         parts = self.zero.grad_partitions_flat_buffer.split([one.partition_numel() for one in parameters])
         self._mine = {
             id(one): (one, part)
@@ -330,12 +370,10 @@ class SplitParameters(UseOfParameters):
         self._computed: set[int] = set()
 
     def begin_pass(self) -> None:
-        """Forget the gradients that the last backward pass has reduced."""
         self._arrived.clear()
 
-    def forget_use(self) -> None:
-        """Begin another window."""
-        super().forget_use()
+    def begin_window(self) -> None:
+        super().begin_window()
         self._computed.clear()
 
     def _arrive(self, parameter: Tensor) -> None:
@@ -355,7 +393,6 @@ class SplitParameters(UseOfParameters):
         self.complete()
 
     def write(self, parameter: Any, gradient: Tensor) -> None:
-        """Replace the gradient of a parameter."""
         if id(parameter) in self._mine:
             _, part = self._mine[id(parameter)]
             start, length = even_piece(gradient.numel(), self.update.state.world)
@@ -391,12 +428,6 @@ class SplitParameters(UseOfParameters):
         # The step combines the norms of all groups.
         return known if inputs[-1] is self._groups[0] else torch.zeros_like(known)
 
-    def reopen(self) -> None:
-        """Do nothing: the engine adds to its pieces in every backward pass of an update."""
-
-    def begin_update(self) -> None:
-        """Do nothing: only the engine refers to the gradients."""
-
     def raw_norm(self) -> Any:
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -407,14 +438,7 @@ class SplitParameters(UseOfParameters):
             [self._norm_of_group(gradients[number], group) for number, group in enumerate(self._groups)]
         )
 
-    def scale(self, factor: float) -> None:
-        self.update.scale_by_loss_scale(factor)
-
-    def clip(self, max_norm: float) -> None:
-        self.zero.clip_grad = max_norm
-
     def clear_unused(self) -> None:
-        """Zero stale gradients of the last update for parameters that have no gradient in this one so far."""
         if len(self._computed) == len(self._trained):
             return
         stale = [part for key, (_, part) in self._mine.items() if key not in self._computed]
@@ -425,8 +449,8 @@ class SplitParameters(UseOfParameters):
             self._stream.follow()
 
     def complete(self) -> None:
-        """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
         if self.zero.offload_optimizer:
+            # DeepSpeed has copied those of the last micro-batch to the masters.
             known = self.zero.norm_for_param_grads
             self._copy_to_masters(one for one in self._mine.values() if self.zero.get_param_id(one[0]) not in known)
 
@@ -441,11 +465,15 @@ class SplitParameters(UseOfParameters):
             zero.averaged_gradients = {}
 
 
-class WholeGradients:
-    """Stage 1 in bf16: the engine's bf16 optimizer, which accumulates full gradients in fp32 on every rank."""
+class WholeGradients(Stage):
+    """Stage 1 in bf16: the engine's bf16 optimizer, which accumulates full gradients in fp32 on every rank.
 
-    def __init__(self, update: Scaling) -> None:
-        self.update, self.zero = update, update.zero
+    It adds up in any order and in one place, reduces in passes that end a window alone, and zeroes gradients after each
+    update. An average over ranks of an average is the same, so that passes may follow a reduction.
+    """
+
+    def __init__(self, update: Update) -> None:
+        super().__init__(update, (one for group in update.zero.bf16_groups for one in group))
         self._places = {
             id(one): (number, place)
             for number, group in enumerate(self.zero.bf16_groups)
@@ -453,41 +481,25 @@ class WholeGradients:
         }
 
     def mark(self, parameter: Tensor, used: bool) -> None:
-        """Record whether a parameter has a gradient."""
         group, place = self._places[id(parameter)]
         self.zero.fp32_groups_has_gradients[group][place] = used
 
     def unused(self) -> Set[int]:
-        """Return the ``id`` of each parameter that has none."""
         has = self.zero.fp32_groups_has_gradients
         if all(map(all, has)):
             return frozenset()
         return frozenset(key for key, (group, place) in self._places.items() if not has[group][place])
 
-    def forget_use(self) -> None:
-        """Do nothing: the engine does it."""
-
     def write(self, parameter: Any, gradient: Tensor) -> None:
-        """Replace the gradient of a parameter."""
         group, place = self._places[id(parameter)]
         buffer = self.zero.fp32_groups_gradients[group][place]
         buffer.copy_(gradient.reshape(buffer.shape))
 
-    def begin_pass(self) -> None:
-        """Do nothing: full gradients are added up in any order."""
-
-    def keep_gradients(self) -> None:
-        """Do nothing: only passes that end a window reduce gradients."""
-
     def reduce(self, engine: Any) -> None:
-        """Average the gradients over the ranks. Collective."""
         engine.allreduce_gradients()
 
-    def reopen(self) -> None:
-        """Do nothing: the average over ranks of an average is the same."""
-
     def begin_update(self) -> None:
-        """Let the engine find an overflow in the gradients of all ranks: it looks at those that this rank has used."""
+        # The engine looks for an overflow in the gradients that this rank has used: all ranks must look at all.
         for has in self.zero.fp32_groups_has_gradients:
             has[:] = [True] * len(has)
 
@@ -500,24 +512,18 @@ class WholeGradients:
         self.update.scale_norm(factor)
 
     def clip(self, max_norm: float) -> None:
-        """Clip here, as the engine would wait for the device to decide whether to."""
-        norm = self.update.norm()
+        # Clipped here, as the engine would wait for the device to decide whether to.
+        norm = self.update.total_norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         # The engine leaves out an update whose gradients are not finite.
         self.scale(torch.where(norm.isfinite(), factor, torch.ones_like(norm)))
-
-    def clear_unused(self) -> None:
-        """Do nothing: gradients are zeroed after each update."""
-
-    def complete(self) -> None:
-        """Do nothing: gradients are accumulated in one place."""
 
     def drop(self) -> None:
         self.zero.clear_hp_grads()
         self.zero.clear_lp_grads()
 
 
-def stage_of(update: Scaling) -> Any:
+def stage_of(update: Update) -> Stage:
     """Return the operations for the optimizer of an engine."""
     if hasattr(update.zero, "fp32_groups_gradients_flat"):
         return WholeGradients(update)

@@ -24,9 +24,7 @@ from ...framework.core.optimizer_config import parameters_of
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState, Slots
 from ...framework.parallel.parameter_names import state_tensors
-from .lent_state import LentState
-from .piece_steps import Numbers, PieceSteps, shared_numbers
-from .pieces import (
+from .flat_groups import (
     FlatGroups,
     Piece,
     even_piece,
@@ -40,17 +38,9 @@ from .pieces import (
     local_piece,
     write_piece,
 )
-from .state_slots import (
-    are_equal,
-    as_held,
-    as_sent,
-    counts_in_ints,
-    filled_slots,
-    numbers_in,
-    reads_step_on_device,
-    saved_slot,
-    step_counter,
-)
+from .lent_state import LentState
+from .partial_steps import Numbers, PartialSteps, shared_numbers
+from .state_slots import are_equal, as_sent, filled_slots, numbers_in, saved_slot, step_counter
 
 if TYPE_CHECKING:
     from .sharded import Gathering
@@ -90,7 +80,7 @@ class EngineState(PartitionedState):
         """Reduces the gradients of stages 1 and 2."""
         self.lent: LentState | None = None
         """The state of the user's optimizer."""
-        self.piece_steps: PieceSteps | None = None
+        self.partial_steps: PartialSteps | None = None
         """Steps on pieces, once a parameter had no gradient in a window."""
         # Of parameters that are split, every change is written at once.
         self._parameters = [] if groups.stage3 else [piece.parameter for group in groups.groups for piece in group]
@@ -119,10 +109,6 @@ class EngineState(PartitionedState):
             self._seen = self._changes()
             self._merge()
 
-    def use(self, gathering: Gathering) -> None:
-        """Write changes of parameters that are split through this object."""
-        self.gathering = gathering
-
     def stop_gathering(self) -> None:
         """Make parameters of stage 3 ordinary ones again."""
         if self.gathering is not None:
@@ -136,10 +122,14 @@ class EngineState(PartitionedState):
             unused: by ``id``, those that this rank has not used.
             by_all: those that no rank has used; None if that is not known.
         """
-        if self.piece_steps is None and unused and self.groups.stepping is not None:
-            self.piece_steps = PieceSteps(self.groups)
-        if self.piece_steps is not None:
-            self.piece_steps.leave_out(unused, by_all)
+        if unused or self.partial_steps is not None:
+            self._own_numbers().leave_out(unused, by_all)
+
+    def _own_numbers(self) -> PartialSteps:
+        """Let the engine's optimizer step on pieces, each with numbers of its own, from now on."""
+        if self.partial_steps is None:
+            self.partial_steps = PartialSteps(self.groups)
+        return self.partial_steps
 
     @torch.no_grad()
     def _merge(self) -> None:
@@ -234,21 +224,22 @@ class EngineState(PartitionedState):
             # Pickled once, however many parameters have it.
             shared = as_sent(shared_numbers(state))
             own = {place: shared for place, piece in enumerate(pieces) if piece.length}
-            if self.piece_steps is not None:
+            if self.partial_steps is not None:
                 known = shared_numbers(state)
-                own = {place: as_sent(self.piece_steps.numbers_of(pieces[place].parameter, known)) for place in own}
+                own = {place: as_sent(self.partial_steps.numbers_of(pieces[place].parameter, known)) for place in own}
             mine.append(({slot: one.dtype for slot, one in state.items() if is_flat(one)}, own))
         found: dict[int, Numbers | None] = {}
         flat: list[dict[str, torch.dtype]] = []
         for pieces, sent in zip(self.groups.groups, zip(*self.world.all_gather_object(mine), strict=True), strict=True):
             own = {place: numbers for _, held in sent for place, numbers in held.items()}
             flat.append({slot: dtype for slots, _ in sent for slot, dtype in slots.items()})
-            found |= {id(piece.parameter): as_held(own.get(place)) for place, piece in enumerate(pieces)}
+            found |= {id(piece.parameter): own.get(place) for place, piece in enumerate(pieces)}
         return found, flat
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer | None:
-        """Return DeepSpeed's optimizer if it steps in this thread, else None."""
-        return self.groups.stepping
+        """Return the optimizer that DeepSpeed steps."""
+        inner: Optimizer | None = self.groups.inner
+        return inner
 
     # ---- loading --------------------------------------------------------------------------------------------------
 
@@ -298,36 +289,25 @@ class EngineState(PartitionedState):
             with self.groups.opened(number, write=True) as (flat, own):
                 key = self.groups.flats[number]
                 self._load_numbers(number, theirs)
-                fresh = filled_slots(theirs, flat, own, counts_in_ints(inner), reads_step_on_device(inner))
+                fresh = filled_slots(theirs, flat, own, inner)
                 if fresh:
                     inner.state[key] = fresh
                 else:
                     inner.state.pop(key, None)
-        self.groups.link_state()
 
     def _load_numbers(self, number: int, theirs: Sequence[tuple[Piece, Slots]]) -> None:
         """Load the numbers of a group's parameters one by one, if they are not all the same."""
         found = [(piece, numbers_in(slots, piece.parameter)) for piece, slots in theirs]
-        if self.groups.stepping is None:
-            return
-        if self.piece_steps is not None or any(as_sent(one) != as_sent(found[0][1]) for _, one in found[1:]):
+        if self.partial_steps is not None or not all(are_equal(one, found[0][1]) for _, one in found):
             for piece, numbers in found:
                 self._set_numbers(piece, numbers, self.groups.flats[number])
 
     def _set_numbers(self, piece: Piece, numbers: Numbers | None, flat: Tensor) -> None:
-        if self.piece_steps is None:
-            self.piece_steps = PieceSteps(self.groups)
-        inner = self.groups.inner
         if numbers is not None and numbers.get("step") is not None:
-            step = step_counter(float(numbers["step"]), flat, counts_in_ints(inner), reads_step_on_device(inner))
-            numbers = {**numbers, "step": step}
-        self.piece_steps.load(piece.parameter, numbers)
+            numbers = {**numbers, "step": step_counter(float(numbers["step"]), flat, self.groups.inner)}
+        self._own_numbers().load(piece.parameter, numbers)
 
     # ---- state that user code reads and writes --------------------------------------------------------------------
-
-    def lend(self, optimizer: Optimizer) -> None:
-        """Let ``optimizer.state`` be that of the engine, which gets what it holds now."""
-        self.lent = LentState(optimizer, self)
 
     def full_slots(self, number: int, piece: Piece, flat_slots: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         """Return the full tensors of a parameter's state. Collective.
@@ -359,18 +339,17 @@ class EngineState(PartitionedState):
             with self.groups.opened(number, write=True) as (flat, own):
                 for piece in theirs:
                     slots = given[id(piece.parameter)]
-                    shared = shared_numbers(inner.state.get(key))
-                    known = shared if self.piece_steps is None else self.piece_steps.numbers_of(piece.parameter, shared)
+                    known = shared_numbers(inner.state.get(key))
+                    if self.partial_steps is not None:
+                        known = self.partial_steps.numbers_of(piece.parameter, known)
                     numbers = numbers_in(slots, piece.parameter)
                     if not are_equal(numbers, known):
-                        if self.piece_steps is None:
-                            self.piece_steps = PieceSteps(self.groups)
-                        self.piece_steps.settle(number)
+                        self._own_numbers().settle(number)
                         self._set_numbers(piece, numbers, key)
                     if slots and not own:
                         # Where the group steps as a whole, these are those of all its parameters.
-                        assert self.piece_steps is not None
-                        own = inner.state[key] = dict(self.piece_steps.numbers_of(piece.parameter, None) or {})
+                        assert self.partial_steps is not None
+                        own = inner.state[key] = dict(self.partial_steps.numbers_of(piece.parameter, None) or {})
                     for slot, value in slots.items():
                         if slot not in (numbers or ()):
                             self._write_slot(own, slot, value, flat, piece)

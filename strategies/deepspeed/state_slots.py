@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ...framework.checkpoint.reader import HeldShard
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.parallel.canonical_state import Slots, is_stored
-from .pieces import Piece, full_shape
+from .flat_groups import Piece, full_shape
 
 # Slots without dims of torch's optimizers.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -21,11 +20,6 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 def counts_in_ints(optimizer: Any) -> bool:
     """Whether an optimizer counts its steps in ints, as DeepSpeed's Adams do, and not in tensors as torch's."""
     return hasattr(optimizer, "adam_w_mode")
-
-
-def reads_step_on_device(optimizer: Optimizer) -> bool:
-    """Whether kernels of an optimizer of torch read its step counters, which must then be on their device."""
-    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def saved_slot(slot: str, value: Any, flat: Tensor, piece: Piece, swapped: bool) -> Any:
@@ -51,24 +45,10 @@ def numbers_in(slots: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | 
 
 
 def as_sent(numbers: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return numbers as other processes get them: tensors as their values and dtypes."""
+    """Return a copy of numbers for other processes, which may have other devices."""
     if numbers is None:
         return None
-    return {
-        slot: (value.dtype, value.item()) if isinstance(value, Tensor) else value for slot, value in numbers.items()
-    }
-
-
-def as_held(sent: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Undo ``as_sent``."""
-    if sent is None:
-        return None
-    return {
-        slot: torch.tensor(value[1], dtype=value[0])
-        if isinstance(value, tuple) and isinstance(value[0], torch.dtype)
-        else value
-        for slot, value in sent.items()
-    }
+    return {slot: one.to("cpu", copy=True) if isinstance(one, Tensor) else one for slot, one in numbers.items()}
 
 
 def are_equal(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
@@ -79,28 +59,30 @@ def are_equal(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) ->
     return plain[0] == plain[1]
 
 
-def step_counter(count: float, flat: Tensor, ints: bool, fused: bool) -> Any:
-    """Return a step counter as an optimizer counts; see ``filled_slots`` for the arguments."""
-    device = flat.device if fused and flat.device.type != "cpu" else torch.device("cpu")
-    return int(count) if ints else torch.tensor(count, dtype=torch.float32, device=device)
+def step_counter(count: float, flat: Tensor, optimizer: Any) -> Any:
+    """Return a step counter as an optimizer of DeepSpeed or torch counts, for its flat tensor."""
+    if counts_in_ints(optimizer):
+        return int(count)
+    # Kernels of these forms read the counter on the device.
+    reads = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return torch.tensor(count, dtype=torch.float32, device=flat.device if reads else "cpu")
 
 
 def filled_slots(
-    theirs: Sequence[tuple[Piece, Slots]], flat: Tensor, own: Mapping[str, Any], ints: bool, fused: bool
+    theirs: Sequence[tuple[Piece, Slots]], flat: Tensor, own: Mapping[str, Any], optimizer: Any
 ) -> dict[str, Any]:
     """Return the state of a flat group, filled with the pieces of its parameters.
 
     Args:
         theirs: the pieces of the group, each with the stored slots of its parameter.
         own: the state that the flat tensor has now, whose memory is reused.
-        ints: whether the optimizer counts steps in ints.
-        fused: whether its kernel reads the counter, which must then be on the device of the flat tensor.
+        optimizer: the optimizer that steps the flat tensor.
     """
     filled: dict[str, Any] = {}
     steps = [float(slots["step"]) for _, slots in theirs if slots.get("step") is not None]
     if steps:
-        # DeepSpeed has one counter for the group; `PieceSteps` has those of parameters that differ.
-        filled["step"] = step_counter(max(steps), flat, ints, fused)
+        # DeepSpeed has one counter for the group; `PartialSteps` has those of parameters that differ.
+        filled["step"] = step_counter(max(steps), flat, optimizer)
     for piece, slots in theirs:
         for slot, value in slots.items():
             if slot == "step" or value is None:

@@ -9,7 +9,6 @@ full gradients.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -23,18 +22,20 @@ from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState
 from ...framework.parallel.deferred import Deferred
+from ...framework.parallel.gradient_operations import GradientOperations
 from ...framework.parallel.meta_device import share_buffers
+from ...framework.parallel.recovery import Recovery
 from ...framework.parallel.step_flags import OrderFlags, StepFlags
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
+from ...framework.system.environment import nvme_path
 from ..limits import check_dense
-from .arguments import check_secondary_shards, resolve_options
-from .config import check_precision
-from .gradients import EngineGradients
+from .arguments import is_in_memory, resolve_options
+from .config import check_precision, check_settings
 from .late_update import EngineRecovery, LateUpdate
-from .ops import check_ops, ensure_ops, needed_ops
+from .library import require_deepspeed
+from .ops import build_ops, check_build, needed_ops, print_note
 from .session import EngineSession
 from .state import PartitionedState
-from .swap import is_in_memory
 from .update import EngineUpdate
 
 if TYPE_CHECKING:
@@ -89,30 +90,31 @@ class DeepSpeedStrategy(Strategy):
         self._session: EngineSession | None = None
         # Bound here, as every micro-batch uses it.
         self._update: EngineUpdate | None = None
-        self.gradients: EngineGradients = EngineGradients(self.name)
+        self.gradients: GradientOperations = NoGradients()
         self.flags: StepFlags | None = None
-        self.recovery = EngineRecovery() if self.options.stage < 3 else None
+        self.recovery = Recovery() if self.options.stage < 3 else None
         self.traits = replace(self.traits, backward_has_collectives=True)
         self.state: CanonicalState = PartitionedState()
 
     # ---- before the process group exists --------------------------------------------------------------------------
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
-        """Refuse a precision that the engine does not support, and a machine on which DeepSpeed cannot start."""
+        """Refuse what the engine does not support, and a machine without DeepSpeed or a compiler."""
         check_precision(precision, device_type)
-        check_secondary_shards(self.options, world_size)
-        check_ops(self.options, device_type, self.name)
+        require_deepspeed(self.name)
+        check_settings(self.options, device_type)
+        check_build(needed_ops(self.options), device_type)
 
     def check_module(self, module: nn.Module) -> None:
         """Refuse sparse gradients."""
         check_dense(module, self.name)
 
     def prepare(self, device_type: str, precision: Precision) -> None:
-        """Build the C++ ops that are missing."""
+        """Let DeepSpeed build the C++ ops that are missing."""
         path = self.options.nvme_path if self.options.uses_nvme else None
         if path is not None and is_in_memory(path):
-            _print_note(f"nvme_path={str(path)!r} lies in memory, so offloading saves none: choose a folder on a disk.")
-        ensure_ops(needed_ops(self.options), _print_note, device_type)
+            print_note(f"nvme_path={str(path)!r} lies in memory, so offloading saves none: choose a folder on a disk.")
+        build_ops(needed_ops(self.options), device_type)
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
         """Join the process group; a single process creates one too, as the engine requires it. Collective."""
@@ -155,17 +157,17 @@ class DeepSpeedStrategy(Strategy):
                 "in the groups of one, or use strategy='fsdp'."
             )
         self.check_module(module)
-        self._session = session = EngineSession(
-            self.options, self.world, self.precision, training and routed is Routed.REPEATED
-        )
+        reduces_later = training and routed is Routed.REPEATED
+        self._session = session = EngineSession(self.name, self.options, self.world, self.precision, reduces_later)
         session.start(module, optimizers if training else [], self._deferred, self._supplied)
         self._update = session.update
         if isinstance(session.update, LateUpdate):
             self.recovery = EngineRecovery(session.update)
             self.traits = replace(self.traits, backward_has_collectives=False)
+        if session.update is not None:
+            self.gradients = session.update
         if session.state is not None:
             self.state = session.state
-            self.gradients = EngineGradients(self.name, session.update)
             gathering = session.state.gathering
             if training and gathering is not None and self.world.size > 1:
                 self.flags = OrderFlags(self.world, gathering.order)
@@ -211,7 +213,7 @@ class DeepSpeedStrategy(Strategy):
             ConfigurationError: on all ranks.
         """
         if self._update is not None and self._session is not None:
-            self._session.check_trainable(module, self.name)
+            self._session.check_trainable(module)
         return False
 
     def zero_backward(self) -> None:
@@ -235,8 +237,14 @@ class DeepSpeedStrategy(Strategy):
             self._update.drop()
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Apply the update with the current hyperparameters of the user's optimizer. Collective."""
-        return self.gradients.update.step()
+        """Apply the update with the current hyperparameters of the user's optimizer. Collective.
+
+        Raises:
+            LoopError: no module is being trained.
+        """
+        if self._update is None:
+            raise LoopError(f"strategy={self.name!r} holds no module that is being trained: call setup with one first.")
+        return self._update.step()
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers, which the engine does not synchronize. Collective."""
@@ -262,6 +270,53 @@ class DeepSpeedStrategy(Strategy):
             session.stop(module)
 
 
-def _print_note(line: str) -> None:
-    """Print a line about a build: a start that takes minutes must not look like a hang."""
-    print(line, file=sys.stderr, flush=True)
+class NoGradients(GradientOperations):
+    """Operations on gradients before an engine has any."""
+
+    clips_by_value = False
+
+
+# ---- named strategies ----------------------------------------------------------------------------------------------
+# Each takes the arguments of ``DeepSpeedStrategy``, which take precedence.
+
+
+def zero1(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:
+    """Split the optimizer's state."""
+    return _with(arguments, stage=1)
+
+
+def zero2(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:
+    """Split the optimizer's state and gradients."""
+    return _with(arguments, stage=2)
+
+
+def zero3(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:
+    """Split the optimizer's state, gradients and parameters."""
+    return _with(arguments, stage=3)
+
+
+def zero1_offload(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:
+    """Split the optimizer's state, and keep it on the CPU."""
+    return _with(arguments, stage=1, offload_optimizer="cpu")
+
+
+def zero2_offload(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:
+    """Split the optimizer's state and gradients, and keep the state on the CPU."""
+    return _with(arguments, stage=2, offload_optimizer="cpu")
+
+
+def zero3_offload(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:
+    """Split everything, and keep the optimizer's state and parameters on the CPU."""
+    return _with(arguments, stage=3, offload_optimizer="cpu", offload_parameters="cpu")
+
+
+def zero3_nvme(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:
+    """Split everything, and keep the optimizer's state and parameters on a disk.
+
+    The folder is ``nvme_path``, or by default the one in the environment variable ``PHALANX_NVME_PATH``.
+    """
+    return _with(arguments, stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=nvme_path())
+
+
+def _with(arguments: Any, **defaults: Any) -> DeepSpeedStrategy:
+    return DeepSpeedStrategy(**{**defaults, **arguments})

@@ -1,40 +1,51 @@
 """One update through DeepSpeed's engine: norm, scaling and clipping of the gradients, the step, and dropping them.
 
-The engine computes the norm of all gradients in its step. A norm requested before the step is computed in the same way
-and cached, so that the step does not compute it again.
+The engine scales and clips all gradients in its step, and computes their norm there. A norm requested before the step
+is computed in the same way and cached, so that the step does not compute it again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...framework.core.errors import LoopError
+from ...framework.core.errors import ConfigurationError, LoopError
 from ...framework.distributed.world import Pending
+from ...framework.parallel.gradient_operations import GradientOperations, no_clipping_by_value
 from ...framework.parallel.step_flags import RunOrder
 from ...framework.parallel.use_over_ranks import UseOverRanks
 from .access import LentGradients, engine_runs
-from .attributes import COUNTS
+from .flat_groups import full_shape
 from .optimizer import Following
-from .pieces import full_shape
+from .setup import COUNTS
 from .stages import stage_of
 from .state import EngineState
 
 
-class EngineUpdate:
-    """Operations on an engine's gradients between the last backward pass of a window and the next window."""
+class EngineUpdate(GradientOperations):
+    """The gradients of an engine between the last backward pass of a window and the next window, and their update.
 
-    def __init__(self, engine: Any, following: Following, state: EngineState) -> None:
+    Args:
+        engine: DeepSpeed's engine.
+        following: the user's optimizer, for the engine.
+        state: the state that the engine holds.
+        strategy: the name of the strategy, for errors.
+    """
+
+    clips_by_value = False
+
+    def __init__(self, engine: Any, following: Following, state: EngineState, strategy: str) -> None:
         self.engine = engine
         self.zero = engine.optimizer
         self.follow = following
         self.state = state
-        self.lent = LentGradients(self._visible, self._replace, lambda: self.holds_gradients, self._drop_one)
+        self._strategy = strategy
+        self.lent = LentGradients(self._visible, lambda: self.holds_gradients, self._drop_one)
         """The gradients that ``parameter.grad`` has given to the user."""
         self.holds_gradients = False
         """Whether a backward pass has begun since the last update."""
@@ -42,9 +53,11 @@ class EngineUpdate:
         self._is_empty = True
         self.ends_window = True
         """Whether the next backward pass, or the last one, ends its window."""
+        # The norm including the loss scale, where it was computed, and on the host, where it was read.
         self._raw: Tensor | None = None
         self._host: Tensor | None = None
-        self._factor = 1.0
+        # The last norm of all gradients that a caller got.
+        self._given_norm: Tensor | None = None
         self._first = True
         self._stage = stage_of(self)
         self._trained = [piece.parameter for group in state.groups.groups for piece in group]
@@ -171,8 +184,11 @@ class EngineUpdate:
 
     # ---- the gradient of one parameter ----------------------------------------------------------------------------
 
-    def full(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the full gradient of a parameter, gathered; None if there is none. Collective."""
+    def full(self, parameter: Any) -> Tensor | None:
+        """Return the full gradient of a parameter, gathered; None if there is none. Collective.
+
+        It is available between a backward pass and the update. A parameter unused in the window has a gradient of zero.
+        """
         if id(parameter) not in self.state.groups.trained or not self.holds_gradients:
             return None
         if parameter in self.lent:
@@ -229,7 +245,9 @@ class EngineUpdate:
             if not self._reduced:
                 # Gradients that were set, with none read, within a window: the engine has a place for them at its end.
                 self._close()
-            self.lent.write(lent)
+            with torch.no_grad():
+                for parameter, gradient in lent:
+                    self._replace(parameter, gradient)
         self._forget_norm()
 
     def _averaged(self, gradient: Tensor | None) -> Tensor | None:
@@ -244,20 +262,12 @@ class EngineUpdate:
 
     # ---- all gradients --------------------------------------------------------------------------------------------
 
-    def norm(self) -> Tensor:
+    def total_norm(self) -> Tensor:
         """Return the norm of all gradients, a 0-d tensor; infinite if it is not finite. Collective."""
         self._take_back()
         if self._raw is None:
             self._raw = torch.as_tensor(self._stage.raw_norm(), dtype=torch.float32)
         return self._without_scale(self._raw)
-
-    def has_finite_norm(self) -> bool:
-        """Whether the norm of all gradients is finite. The next step does not read it from the device again.
-        Collective."""
-        self.norm()
-        assert self._raw is not None
-        self._host = self._raw.cpu()
-        return math.isfinite(self._without_scale(self._host).item())
 
     def _without_scale(self, raw: Tensor) -> Tensor:
         norm = raw / self._scale()
@@ -271,22 +281,75 @@ class EngineUpdate:
     def _forget_norm(self) -> None:
         self._raw = self._host = None
 
-    def scale(self, factor: float) -> None:
-        """Multiply the gradients by a factor: at once in stage 1 in bf16, else with effect in the next step."""
+    def norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the gradients of these parameters; infinite if not finite. Collective.
+
+        Raises:
+            ConfigurationError: ``norm_type`` is not 2 for all parameters; the engine computes only the L2 norm.
+        """
+        chosen = self._of_engine(parameters)
+        if len(chosen) < len(self._trained):
+            gradients = [gradient for each in chosen if (gradient := self.lent.get(each)) is not None]
+            norm = torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else torch.zeros(())
+            return norm.to(self.engine.device)
+        if norm_type != 2.0:
+            raise ConfigurationError(
+                f"norm_type={norm_type} is not possible under strategy={self._strategy!r}, whose engine computes the "
+                "L2 norm: use 2.0, or strategy='ddp'."
+            )
+        self._given_norm = self.total_norm()
+        return self._given_norm
+
+    def _of_engine(self, parameters: Iterable[Any]) -> Sequence[Any]:
+        return list({id(each): each for each in parameters if id(each) in self.state.groups.trained}.values())
+
+    def are_finite(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the norm of all gradients is finite. The next step does not read it from the device again.
+        Collective."""
+        self.total_norm()
+        assert self._raw is not None
+        self._host = self._raw.cpu()
+        return math.isfinite(self._without_scale(self._host).item())
+
+    def scale(self, parameters: Iterable[Tensor], factor: float) -> None:
+        """Multiply all gradients, whatever ``parameters`` are: in stage 1 in bf16 at once, else in the next step."""
         self._take_back()
         self._stage.scale(factor)
 
-    def clip(self, max_norm: float) -> None:
-        """Scale gradients so that their norm is at most ``max_norm``: at once in stage 1 in bf16, else in the next
-        step."""
-        self._take_back()
-        self._stage.clip(max_norm)
+    def scale_norm(self, factor: float | Tensor) -> None:
+        """Record that the gradients themselves were multiplied, and scale the cached norm with them."""
+        if self._raw is not None:
+            self._raw = self._raw * factor
+        if self._host is not None:
+            self._host = self._host * factor
 
-    def scale_some(self, parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-        """Multiply the gradients of some parameters by a factor. Collective."""
-        for parameter in parameters:
+    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+        """Clip the gradients of these parameters; of all of them by their own norm in the engine's next step.
+
+        In stage 1 in bf16, and for some of the parameters, the gradients are clipped at once.
+        """
+        chosen = self._of_engine(parameters)
+        if len(chosen) == len(self._trained) and norm is self._given_norm:
+            self._take_back()
+            self._stage.clip(max_norm)
+            return
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        # The engine leaves out an update whose gradients are not finite.
+        factor = torch.where(norm.isfinite(), factor, torch.ones_like(factor))
+        if len(chosen) == len(self._trained):
+            self.scale(chosen, factor.item())
+            return
+        for parameter in chosen:
             if (gradient := self.lent.get(parameter)) is not None:
                 self.lent.set(parameter, gradient * factor.to(gradient))
+
+    def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
+        """Raise, as the engine clips by norm only.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise no_clipping_by_value(self._strategy)
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """Divide the loss scale out of a gradient."""
@@ -297,7 +360,7 @@ class EngineUpdate:
         """Update the weights; return whether the update was applied. Collective."""
         self._check_dropped()
         self._check_order()
-        self._call_hooks()
+        self.follow.before()
         # The user's schedulers change the groups of the user's optimizer, which the engine does not read.
         self.follow()
         self._take_back()
@@ -310,14 +373,8 @@ class EngineUpdate:
             self.engine.step()
         if self.state.lent is not None:
             self.state.lent.forget()
-        self._stage.forget_use()
-        if self._factor != 1.0:
-            self._factor = 1.0
-            self.zero.custom_loss_scaler = False
-        self.zero.clip_grad = 0.0
-        self._forget_norm()
-        self.holds_gradients = self._reduced = False
-        self._first = self._is_empty = self._used_up = True
+        self._begin_window()
+        self._used_up = True
         self._dropped = set(unused)
         self.follow.after()
         # False if the gradients have overflowed under the engine's own loss scale.
@@ -329,39 +386,20 @@ class EngineUpdate:
         found = self._use.unused(missing)
         return None if found is None else {id(self._trained[number]) for number in found}
 
-    def _call_hooks(self) -> None:
-        self.follow.before()
-
     def drop(self) -> None:
         """Drop gradients that no update has used."""
         self.lent.forget()
         self._used_up = False
-        if not self.holds_gradients:
-            return
-        with engine_runs:
-            self._stage.drop()
-        self._stage.forget_use()
-        if self._factor != 1.0:
-            self._factor = 1.0
-            self.zero.custom_loss_scaler = False
-        self.zero.clip_grad = 0.0
+        if self.holds_gradients:
+            with engine_runs:
+                self._stage.drop()
+            self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._stage.begin_window()
         self._forget_norm()
         self.holds_gradients = self._reduced = False
         self._first = self._is_empty = True
-
-    def scale_by_loss_scale(self, factor: float) -> None:
-        """Multiply gradients through the loss scale that the next step divides by: no pass over them is needed."""
-        zero = self.zero
-        self._factor *= factor
-        zero.custom_loss_scaler = True
-        zero.external_loss_scale = zero.loss_scaler.cur_scale / self._factor if self._factor else math.inf
-
-    def scale_norm(self, factor: float | Tensor) -> None:
-        """Record that the gradients themselves were multiplied, and scale the cached norm with them."""
-        if self._raw is not None:
-            self._raw = self._raw * factor
-        if self._host is not None:
-            self._host = self._host * factor
 
     def _scale(self) -> float:
         return float(getattr(self.zero, "loss_scale", 1.0))

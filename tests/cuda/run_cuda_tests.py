@@ -43,12 +43,9 @@ GROUPS = [
 OPS = {"cuda": ["cpu_adam", "pin_memory", "async_io"], "cpu": ["cpu_adam"]}
 BUILD = """
 import sys
-from phalanx.strategies.deepspeed.build import ensure_ops
-from phalanx.strategies.deepspeed.ops import missing_tools
+from phalanx.strategies.deepspeed.ops import build_ops
 name, device_type = sys.argv[1:]
-missing = missing_tools([name], device_type)
-print(f"{name} for {device_type}: lacks {missing}" if missing else "", flush=True)
-missing or ensure_ops([name], lambda line: print(device_type, line, flush=True), device_type)
+build_ops([name], device_type)
 """
 MACHINE = """
 import json, platform

@@ -1,13 +1,10 @@
-"""Building ops: once, by one process, with errors shown. Files and processes are real."""
+"""DeepSpeed's ops: which ones a run needs, what is named before DeepSpeed builds them, and the type of device."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import sysconfig
-import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -15,75 +12,59 @@ import pytest
 import torch
 from messages import refuses
 from torch import nn
-from torch.utils import cpp_extension
 
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.distributed.world import World
 from phalanx.framework.system import environment
 from phalanx.framework.system.launcher_env import Placement
-from phalanx.strategies.deepspeed import ops
+from phalanx.strategies.deepspeed import library
 from phalanx.strategies.deepspeed.arguments import resolve_options
 from phalanx.strategies.deepspeed.engine import release_globals, use_local_device
-from phalanx.strategies.deepspeed.ops import (
-    check_toolchain,
-    ensure_ops,
-    missing_ops,
-    missing_tools,
-    needed_ops,
-    op_folder,
-    require_deepspeed,
-)
-from phalanx.strategies.deepspeed.pieces import Piece
-from phalanx.strategies.deepspeed.state_slots import filled_slots, reads_step_on_device
-
-BUILDS = "import pathlib; open('builds', 'a').write('x'); pathlib.Path('cpu_adam.so').write_text('')"
-PlantBuild = Callable[[str], None]
+from phalanx.strategies.deepspeed.flat_groups import Piece
+from phalanx.strategies.deepspeed.library import require_deepspeed
+from phalanx.strategies.deepspeed.ops import build_ops, check_build, missing_ops, needed_ops, op_folder
+from phalanx.strategies.deepspeed.state_slots import filled_slots
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Move the folder of ops to a temporary one; return that of cpu_adam."""
+    """Move the folder of ops to a temporary one; create and return that of cpu_adam."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
-    return op_folder("cpu_adam")
-
-
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> PlantBuild:
-    """Return a function that replaces DeepSpeed's build by a short program."""
-
-    def put(program: str) -> None:
-        monkeypatch.setattr(ops, "build_program", lambda name: program)
-
-    return put
-
-
-def failure() -> str:
-    """Return the error message of a build of cpu_adam."""
-    with pytest.raises(ConfigurationError) as raised:
-        ensure_ops(["cpu_adam"], silent)
-    return str(raised.value)
-
-
-def silent(text: str) -> None:
-    """Discard a note."""
+    folder = op_folder("cpu_adam")
+    folder.mkdir(parents=True)
+    return folder
 
 
 # ---- building ------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_op_is_built_once_with_a_note(folder: Path, plant: PlantBuild) -> None:
-    plant(BUILDS)
-    notes: list[str] = []
-    ensure_ops(["cpu_adam"], notes.append)
-    assert [note.split(" (")[0] for note in notes[:1]] == ["Building DeepSpeed's cpu_adam"]
-    assert "about 35 s" in notes[0]
-    assert "cpu_adam is ready" in notes[1]
+class Builder:
+    """Stands for DeepSpeed's, which takes half a minute."""
+
+    def __init__(self, name: str) -> None:
+        assert name == "CPUAdamBuilder"
+
+    def load(self) -> None:
+        """Build the op where torch builds extensions."""
+        with open(Path(os.environ["TORCH_EXTENSIONS_DIR"], "cpu_adam", "cpu_adam.so"), "a") as file:
+            file.write(os.environ["DS_ACCELERATOR"])
+
+
+def test_a_missing_op_is_built_once_with_a_note(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "create_op_builder", Builder)
+    (folder / "lock").touch()
+    for _ in range(2):
+        build_ops(["cpu_adam"])
+    assert (folder / "cpu_adam.so").read_text() == "cpu"
     assert missing_ops(["cpu_adam", "async_io"]) == ["async_io"]
-    begun = time.perf_counter()
-    ensure_ops(["cpu_adam"], notes.append)
-    assert time.perf_counter() - begun < 0.5
-    assert len(notes) == 2
-    assert (folder / "builds").read_text() == "x"
+    first, second = capsys.readouterr().err.splitlines()
+    assert "builds cpu_adam" in first
+    assert str(folder / "lock") in second
 
 
 def test_torch_extensions_dir_moves_the_folder(tmp_path: Path, folder: Path) -> None:
@@ -91,65 +72,34 @@ def test_torch_extensions_dir_moves_the_folder(tmp_path: Path, folder: Path) -> 
     assert folder.name == "cpu_adam"
 
 
-def test_a_failed_build_shows_its_last_lines(folder: Path, plant: PlantBuild) -> None:
-    plant("print('first line\\n' + 'x\\n' * 50); print('it is raining'); raise SystemExit(1)")
-    told = failure()
-    assert told.splitlines()[0].startswith(f"Building DeepSpeed's cpu_adam in '{folder}' failed")
-    assert told.splitlines()[-1] == "    it is raining"
-    assert "first line" not in told
-    assert missing_ops(["cpu_adam"]) == ["cpu_adam"]
-
-
-def test_a_build_without_a_result_is_a_failure(folder: Path, plant: PlantBuild) -> None:
-    plant("pass")
-    assert "failed" in failure()
-
-
 def test_an_unknown_op_is_refused() -> None:
     with refuses(UnknownNameError, "'cpu_adm'", "'cpu_adam'"):
-        ensure_ops(["cpu_adm"], print)
+        build_ops(["cpu_adm"])
 
 
-# ---- locks ---------------------------------------------------------------------------------------------------------
+def test_a_lock_left_by_a_killed_builder_is_named(folder: Path) -> None:
+    lock = folder / "lock"
+    lock.touch()
+    check_build(["cpu_adam"])
+    os.utime(lock, (0, 0))
+    with pytest.raises(ConfigurationError, match="cpu_adam/lock"):
+        check_build(["cpu_adam"])
 
 
-def test_a_lock_left_by_a_killed_builder_is_removed(folder: Path, plant: PlantBuild) -> None:
-    plant(f"import os; assert not os.path.exists('lock'); {BUILDS}")
-    (folder / "lock").touch()
+@pytest.mark.parametrize("what", ["torch", "deepspeed", "processor", "CUDA"])
+def test_an_op_built_for_something_else_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     (folder / "cpu_adam.so").touch()
-    ensure_ops(["cpu_adam"], silent)
-    assert (folder / "builds").read_text() == "x"
-
-
-BUILDS_SLOWLY = f"""
-from phalanx.strategies.deepspeed import ops
-ops.build_program = lambda name: {f"import time; time.sleep(0.5); {BUILDS}"!r}
-ops.ensure_ops(["cpu_adam"], print)
-"""
-
-
-def test_two_concurrent_processes_build_once(folder: Path) -> None:
-    both = [subprocess.Popen([sys.executable, "-c", BUILDS_SLOWLY], stdout=subprocess.DEVNULL) for _ in range(2)]
-    assert [each.wait(120) for each in both] == [0, 0]
-    assert (folder / "builds").read_text() == "x"
     assert missing_ops(["cpu_adam"]) == []
-
-
-@pytest.mark.parametrize("what", ["torch", "deepspeed", "processor"])
-def test_an_op_built_for_something_else_is_not_used(
-    folder: Path, plant: PlantBuild, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    plant(BUILDS)
-    ensure_ops(["cpu_adam"], silent)
-    with monkeypatch.context() as changed:
-        if what == "torch":
-            changed.setattr(torch, "__version__", "2.0.0")
-        elif what == "deepspeed":
-            changed.setattr(ops, "version", lambda name: "0.19.9")
-        else:
-            changed.setattr(ops, "_processor", lambda: "another one")
-        assert missing_ops(["cpu_adam"]) == ["cpu_adam"]
-    assert missing_ops(["cpu_adam"]) == []
+    assert missing_ops(["cpu_adam"], "cuda") == ["cpu_adam"]
+    if what == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.0.0")
+    elif what == "deepspeed":
+        monkeypatch.setattr(library, "version", lambda name: "0.19.9")
+    elif what == "CUDA":
+        monkeypatch.setattr(torch.version, "cuda", "12.9")
+    else:
+        monkeypatch.setattr(library, "_processor", lambda: "another one")
+    assert missing_ops(["cpu_adam"]) == ["cpu_adam"]
 
 
 # ---- requirements --------------------------------------------------------------------------------------------------
@@ -162,37 +112,12 @@ def test_only_offloading_needs_ops(tmp_path: Path) -> None:
     assert needed_ops(nvme) == ["cpu_adam", "pin_memory", "async_io"]
 
 
-def test_one_message_names_all_missing_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    check_toolchain([])
-    with pytest.raises(ConfigurationError) as raised:
-        check_toolchain(["cpu_adam", "async_io"])
-    told = str(raised.value)
-    for package in ("Debian: g++", "pip install ninja", "python3-dev"):
-        assert package in told
-    assert "\n" not in told
-
-
-def test_libaio_is_detected_by_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "refusing"
-    compiler.write_text("#!/bin/sh\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    assert any("libaio-dev" in each for each in missing_tools(["async_io"]))
-    assert not any("libaio-dev" in each for each in missing_tools(["cpu_adam"]))
-
-
-def test_ninja_of_an_inactive_virtual_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
-    ninja = tmp_path / "bin" / "ninja"
-    ninja.write_text("#!/bin/sh\n")
-    ninja.chmod(0o755)
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    assert not any("ninja" in each for each in missing_tools([]))
-    assert os.environ["PATH"] == "/nowhere"
+def test_a_missing_compiler_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with refuses(ConfigurationError, "'no-such-compiler'", "g++"):
+        check_build(["cpu_adam", "async_io"])
+    (folder / "cpu_adam.so").touch()
+    check_build(["cpu_adam"])
 
 
 def test_library_environment_restores_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,14 +131,14 @@ def test_library_environment_restores_variables(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("found", ["0.18.9", "0.19.7", "0.20.0", "1.0"])
 def test_an_unsupported_version_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    monkeypatch.setattr(ops, "version", lambda name: found)
+    monkeypatch.setattr(library, "version", lambda name: found)
     with refuses(ConfigurationError, "strategy='zero2'", found):
         require_deepspeed("zero2")
 
 
 @pytest.mark.parametrize("found", ["0.19.8", "0.19.12", "0.19.9+abc"])
 def test_supported_versions_of_deepspeed_are_accepted(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    monkeypatch.setattr(ops, "version", lambda name: found)
+    monkeypatch.setattr(library, "version", lambda name: found)
     require_deepspeed("zero2")
 
 
@@ -221,77 +146,9 @@ def test_missing_deepspeed_is_reported_with_the_command_to_install_it(monkeypatc
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(ops, "version", missing)
+    monkeypatch.setattr(library, "version", missing)
     with refuses(ConfigurationError, "strategy='zero2'", "DeepSpeed"):
         require_deepspeed("zero2")
-
-
-# ---- loading -------------------------------------------------------------------------------------------------------
-
-MODULE = """
-#include <Python.h>
-static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "cpu_adam", "built here", -1, NULL};
-PyMODINIT_FUNC PyInit_cpu_adam(void) { return PyModule_Create(&def); }
-"""
-LOADS = """
-from phalanx.strategies.deepspeed.ops import load_ops
-load_ops(["cpu_adam", "async_io"])
-from deepspeed.accelerator import get_accelerator
-print(get_accelerator().create_op_builder("CPUAdamBuilder").load().__doc__)
-"""
-
-
-def test_deepspeed_finds_the_built_op_loaded(folder: Path, plant: PlantBuild) -> None:
-    (folder / "module.c").write_text(MODULE)
-    compiler, _ = environment.build_tools()
-    headers = sysconfig.get_path("include")
-    command = [compiler, "-x", "c", "module.c", "-shared", "-fPIC", f"-I{headers}", "-o", "cpu_adam.so"]
-    plant(f"import subprocess; subprocess.run({command!r}, check=True)")
-    ensure_ops(["cpu_adam"], silent)
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=60, check=True, cwd=folder
-    )
-    assert "built here" in done.stdout
-    assert not (folder / "build.ninja").exists()
-
-
-# ---- CUDA ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cuda_build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make torch look like a build for CUDA 13.0, on a machine with one model of GPU."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(ops, "_gpus", lambda: "H200")
-
-
-def test_an_op_built_for_a_cpu_is_not_taken_for_cuda(
-    cuda_build: None, plant: PlantBuild, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant("import os, pathlib; pathlib.Path('cpu_adam.so').write_text(os.environ['DS_ACCELERATOR'])")
-    for device_type in ("cpu", "cuda"):
-        ensure_ops(["cpu_adam"], silent, device_type)
-    built = {kind: (op_folder("cpu_adam", kind) / "cpu_adam.so").read_text() for kind in ("cpu", "cuda")}
-    assert built == {"cpu": "cpu", "cuda": "cuda"}
-    assert missing_ops(["cpu_adam"]) == missing_ops(["cpu_adam"], "cuda") == []
-    # It is compiled for the GPUs of the machine, and against torch's version of CUDA.
-    monkeypatch.setattr(ops, "_gpus", lambda: "L40")
-    assert missing_ops(["cpu_adam"], "cuda") == ["cpu_adam"]
-    monkeypatch.setattr(ops, "_gpus", lambda: "H200")
-    monkeypatch.setattr(torch.version, "cuda", "12.9")
-    assert missing_ops(["cpu_adam"], "cuda") == ["cpu_adam"]
-    assert missing_ops(["cpu_adam"]) == []
-
-
-def test_listed_architectures_count_instead_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0 ")
-    assert ops._gpus() == "9.0"
-
-
-def test_nvme_on_cuda_needs_the_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    assert any("set CUDA_HOME" in each for each in missing_tools(["async_io"], "cuda"))
-    assert not any("CUDA_HOME" in each for each in missing_tools(["async_io"]))
 
 
 # ---- DeepSpeed's choice of a device --------------------------------------------------------------------------------
@@ -307,7 +164,7 @@ from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.distributed.world import World
 from phalanx.strategies.deepspeed.engine import backend
 try:
-    with backend(World.single("cpu"), []):
+    with backend(World.single("cpu")):
         pass
 except ConfigurationError as error:
     print(error)
@@ -349,6 +206,5 @@ def test_a_restored_step_is_where_the_kernel_reads_it(group: dict[str, bool], de
     optimizer.param_groups[0].update(group)
     flat = torch.zeros(2, device="meta")
     piece = Piece(parameter, 0, 0, 2)
-    fused = reads_step_on_device(optimizer)
-    filled = filled_slots([(piece, {"step": torch.tensor(3.0)})], flat, {}, ints=False, fused=fused)
+    filled = filled_slots([(piece, {"step": torch.tensor(3.0)})], flat, {}, optimizer)
     assert filled["step"].device.type == device_type

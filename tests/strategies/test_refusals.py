@@ -13,9 +13,8 @@ from ranks import run_on_ranks
 from torch import Tensor, nn
 
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
-from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import DeepSpeedStrategy, FSDPStrategy
-from phalanx.strategies.deepspeed.swap import is_in_memory
+from phalanx.strategies.deepspeed.arguments import is_in_memory
 
 
 class Sparse(Regressor):
@@ -103,16 +102,6 @@ def test_names_of_other_frameworks_are_aliases() -> None:
     assert isinstance(offloaded, FSDPStrategy)
     assert offloaded.cpu_offload
     assert silent_trainer(strategy="full_shard", devices=2).strategy.name == "fsdp"
-
-
-@pytest.mark.parametrize(("ranks", "fits"), [(4, True), (3, False)])
-def test_the_groups_of_a_second_copy_divide_the_ranks(ranks: int, fits: bool) -> None:
-    strategy = DeepSpeedStrategy(stage=3, zero_hpz_partition_size=2)
-    if fits:
-        strategy.check(ranks, "cpu", 1, resolve_precision("32-true"))
-        return
-    with refuses(ConfigurationError, "zero_hpz_partition_size=2"):
-        strategy.check(ranks, "cpu", 1, resolve_precision("32-true"))
 
 
 def test_an_argument_of_lightnings_is_answered_with_what_takes_its_place() -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .pieces import FlatGroups, Piece, is_flat
+from .flat_groups import FlatGroups, Piece, is_flat
 
 Numbers = Mapping[str, Any]
 """The slots of a parameter that are no ranges of flat tensors, such as its step counter."""
 
 
-class PieceSteps:
+class PartialSteps:
     """Replaces the flat tensors in the groups of DeepSpeed's optimizer by pieces during its steps.
 
     Args:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ...framework.distributed.world import World
 
@@ -113,11 +112,6 @@ def gathered(piece: Tensor, start: int, shape: tuple[int, ...], world: World) ->
     return full.view(shape)
 
 
-# Classes of DeepSpeed that step the inner optimizer in the calling thread. ZenFlow and SuperOffload step in
-# processes of their own, so that watching the inner optimizer's ``step`` would tell nothing.
-_STEPS_IN_THIS_THREAD = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
-
-
 class FlatGroups:
     """The parameter groups of an engine's optimizer: their flat tensors, and the pieces in them."""
 
@@ -187,12 +181,6 @@ class FlatGroups:
                 param_offsets=zero.round_robin_bit16_offsets[number],
             )
 
-    @property
-    def stepping(self) -> Optimizer | None:
-        """The optimizer that changes the state only in its ``step``, or None."""
-        here = type(self.zero).__name__ in _STEPS_IN_THIS_THREAD and not getattr(self.zero, "zenflow", False)
-        return self.inner if here else None
-
     def swapped(self, group: int) -> bool:
         """Whether the state of a group is on a disk."""
         if not (self.stage3 and self.zero.swap_optimizer):
@@ -241,14 +229,3 @@ class FlatGroups:
             write_piece(piece.parameter, master)
         # Otherwise the next forward pass would gather from ZeRO++'s second copy inside the node (hpZ), which is stale.
         self.zero.invalidate_secondary_tensor()
-
-    def link_state(self) -> None:
-        """Let DeepSpeed's ``safe_get_full_optimizer_state`` of stages 1 and 2 read the present state.
-
-        DeepSpeed links each parameter to its range of the state once, at the first step.
-        """
-        from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-        if not self.stage3 and all(flat in self.inner.state for flat in self.flats):
-            for pieces, flat in zip(self.groups, self.flats, strict=True):
-                lazy_init_hp_params_optimizer_state([piece.parameter for piece in pieces], flat, self.inner.state)
