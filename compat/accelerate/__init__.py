@@ -24,7 +24,11 @@ if TYPE_CHECKING:
         GradScalerKwargs as GradScalerKwargs,
         ProfileKwargs as ProfileKwargs,
     )
-    from .functions import notebook_launcher as notebook_launcher, skip_first_batches as skip_first_batches
+    from .functions import (
+        find_executable_batch_size as find_executable_batch_size,
+        notebook_launcher as notebook_launcher,
+        skip_first_batches as skip_first_batches,
+    )
     from .large_models import (
         cpu_offload as cpu_offload,
         cpu_offload_with_hook as cpu_offload_with_hook,
@@ -36,7 +40,6 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
-    from .memory import find_executable_batch_size as find_executable_batch_size
     from .plugins import (
         DeepSpeedPlugin as DeepSpeedPlugin,
         FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
@@ -49,10 +52,9 @@ _HOMES = {
     ".accelerator": "Accelerator",
     ".configuration": "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
     "DistributedType GradScalerKwargs ProfileKwargs",
-    ".functions": "notebook_launcher skip_first_batches",
+    ".functions": "find_executable_batch_size notebook_launcher skip_first_batches",
     ".large_models": "cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map "
     "init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model",
-    ".memory": "find_executable_batch_size",
     ".plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin",
     ".state": "PartialState",
 }

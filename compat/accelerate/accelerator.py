@@ -30,11 +30,10 @@ from .configuration import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from .dynamo import TorchDynamoPlugin, compilation_of
-from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin, compilation_of
 from .preparation import Preparation
+from .saved_states import NumberedStates, write_object
 from .state import AcceleratorState, GradientState, on_local_process
-from .states import NumberedStates, write_object
 from .trackers import Trackers
 
 P = ParamSpec("P")

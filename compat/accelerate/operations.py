@@ -25,7 +25,7 @@ from ...framework.fabric.module import unwrap
 from ...framework.parallel.compilation import compilation_of
 from ...framework.system.environment import variables_set
 from .arguments import default_devices
-from .states import write_object
+from .saved_states import write_object
 
 T = TypeVar("T")
 

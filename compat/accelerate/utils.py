@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from ...framework.core.foreign_names import ACCELERATE_INTERNAL, ACCELERATE_UTILS
-from .availability import availability, is_availability
 from .configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -19,9 +22,7 @@ from .configuration import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from .dynamo import DynamoBackend, TorchDynamoPlugin
-from .functions import set_seed
-from .memory import find_executable_batch_size, release_memory
+from .functions import find_executable_batch_size, release_memory, set_seed
 from .operations import (
     broadcast,
     broadcast_object_list,
@@ -46,7 +47,7 @@ from .operations import (
     tqdm,
     wait_for_everyone,
 )
-from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from .plugins import DeepSpeedPlugin, DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
 __all__ = [
     "AutocastKwargs",
@@ -103,6 +104,25 @@ _LARGE_MODELS = {
 }
 
 
+# Names of packages that differ from those in ``is_..._available``.
+_PACKAGES = {
+    "bnb": "bitsandbytes",
+    "4bit_bnb": "bitsandbytes",
+    "8bit_bnb": "bitsandbytes",
+    "fp8": "torchao",
+    "lomo": "lomo_optim",
+    "megatron_lm": "megatron",
+    "torchdata_stateful_dataloader": "torchdata",
+    "transformer_engine_mxfp8": "transformer_engine",
+}
+# Hardware, and libraries for it, that phalanx does not train on.
+_ABSENT = (
+    *("hpu", "mlu", "mps", "musa", "neuron", "npu", "rocm", "sdaa", "torch_xla", "xpu", "xccl", "pippy"),
+    "bitsandbytes_multi_backend",
+)
+_PRESENT = ("bf16", "fp16", "weights_only")
+
+
 class LoggerType(str, Enum):
     """The trackers that ``log_with`` names; other ones are given as ``Logger`` objects."""
 
@@ -121,10 +141,26 @@ class PrecisionType(str, Enum):
 
 
 def __getattr__(name: str) -> Any:
-    if is_availability(name):
-        return availability(name)
+    if name.startswith("is_") and name.endswith("_available"):
+        return _availability(name)
     if name in _LARGE_MODELS:
         return getattr(import_module(".large_models", __package__), name)
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(f"{__name__} has no {name}: {ACCELERATE_UTILS.get(name, ACCELERATE_INTERNAL)}", name=name)
+
+
+def _availability(name: str) -> Callable[..., bool]:
+    """Return the function of a name such as ``is_wandb_available``."""
+    what = name.removeprefix("is_").removesuffix("_available")
+
+    def is_available(*args: object, **kwargs: object) -> bool:
+        if what == "cuda":
+            return torch.cuda.is_available()
+        if what in _PRESENT or what in _ABSENT:
+            return what in _PRESENT
+        return find_spec(_PACKAGES.get(what, what)) is not None
+
+    is_available.__name__ = is_available.__qualname__ = name
+    is_available.__doc__ = f"Return whether {_PACKAGES.get(what, what)} can be used."
+    return is_available
