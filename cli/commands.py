@@ -152,7 +152,8 @@ def _launch(commands: Any) -> None:
     add = parser.add_argument
     add("-n", "--devices", type=int, metavar="N", help="ranks on each node (default: its GPUs, or 1)")
     add("--max-restarts", type=int, default=0, metavar="N", help="restarts of failed ranks (default: 0)")
-    add("--nodes", type=int, default=1, metavar="N", help="nodes; run the command on each (default: 1)")
+    add("--nodes", default="1", metavar="N|MIN:MAX", help="nodes; run the command on each (default: 1)")
+    add("--spares", type=int, default=0, metavar="K", help="nodes beyond that, to replace lost ones")
     add("--node-rank", type=int, metavar="K", help="number of this node, from 0")
     add("--rdzv", metavar="HOST:PORT", help="node 0 and a free port there, for several nodes")
     add("--on", choices=PLATFORMS, metavar="PLATFORM", help="write a job for slurm, ray or kubernetes")

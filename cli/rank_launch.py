@@ -10,6 +10,7 @@ from typing import NoReturn
 from ..framework.core.errors import ConfigurationError
 from ..framework.distributed.devices import num_devices
 from ..framework.launch import launch_script
+from ..framework.launch.launch_context import NodeOptions
 from ..framework.launch.nodes import Nodes
 from ..framework.launch.several_nodes import SeveralNodes
 from ..framework.system.entry_script import Script
@@ -21,13 +22,13 @@ def launch_ranks(
     arguments: Sequence[str],
     num_ranks: int | None,
     max_restarts: int,
-    node: tuple[int, int, str, int] | None,
+    several: NodeOptions | None,
 ) -> NoReturn:
     """Run a script once for each rank of this node, and end with the exit code of the run.
 
     Args:
         num_ranks: the number of ranks on this node; None for one on each GPU, or one on a machine without.
-        node: the number of this node, the number of nodes, and host and port of node 0; None for a single node.
+        several: the nodes of the run; None for a single one.
 
     Raises:
         SystemExit: the ranks have ended.
@@ -42,6 +43,6 @@ def launch_ranks(
     if num_ranks is None:
         query_devices_by_nvml()
         num_ranks = max(1, num_devices())
-    nodes = Nodes() if node is None else SeveralNodes(*node, num_ranks)
+    nodes = Nodes() if several is None else SeveralNodes(several, num_ranks)
     entry = Script([sys.executable], os.path.abspath(script), False, list(arguments))
     launch_script(num_ranks, max_restarts, script=entry, nodes=nodes)

@@ -1,7 +1,8 @@
-"""A training run that writes its losses down: ``host_run.py FOLDER STRATEGY DEVICES NODES STEPS [SECONDS]``.
+"""A training run that writes its losses down: ``host_run.py FOLDER STRATEGY DEVICES NODES STEPS [SECONDS [SAMPLES]]``.
 
 With 0 for ``DEVICES`` it runs on whatever the launcher has started. With ``SECONDS`` each step takes so long, and a
-rank that is silent for 6 s ends the run. A file ``enough`` in the folder ends it after the step under way.
+rank that is silent for 6 s ends the run. ``SAMPLES``: those of a global batch. A file ``enough`` in the folder ends the
+run after the step under way. The weights at the end are in ``weights.pt``.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ ENOUGH = "enough"
 class Noting(TrainModule):
     """A small network that appends to a file of its rank: each step, its loss, the number of ranks, the samples."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
+    def __init__(self, folder: Path, seconds: float, dropout: float) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(dropout), nn.Linear(16, 1))
         self.folder = folder
         self.seconds = seconds
 
@@ -45,7 +46,9 @@ class Noting(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
-def main(folder: Path, strategy: str, devices: int, nodes: int, steps: int, seconds: float = 0.0) -> None:
+def main(
+    folder: Path, strategy: str, devices: int, nodes: int, steps: int, seconds: float = 0.0, samples: float = 0.0
+) -> None:
     """Train, resuming where a run in the same folder left off."""
     seed_everything(3)
     data = TensorDataset(torch.randn(96, 4))
@@ -61,9 +64,13 @@ def main(folder: Path, strategy: str, devices: int, nodes: int, steps: int, seco
         default_root_dir=folder,
         callbacks=[ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)],
         stall_timeout=6.0 if seconds else None,
+        global_batch_size=int(samples) or None,
     )
-    trainer.fit(Noting(folder, seconds), DataLoader(data, 2, shuffle=True), ckpt_path="auto")
+    # Another number of ranks draws other random numbers.
+    module = Noting(folder, seconds, 0.0 if samples else 0.2)
+    trainer.fit(module, DataLoader(data, 2, shuffle=True), ckpt_path="auto")
     if trainer.is_global_zero:
+        torch.save(module.state_dict(), folder / "weights.pt")
         print("ENDED", trainer.global_step, flush=True)
 
 

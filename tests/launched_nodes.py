@@ -16,7 +16,7 @@ LAUNCH = """
 import sys
 from phalanx.cli.main import main
 from phalanx.framework.launch import node_records, supervisor
-node_records.SILENT_SECONDS, supervisor.PREEMPT_SECONDS = 3.0, 5.0
+node_records.KEEP_ALIVE_SECONDS, node_records.KEEP_ALIVE_ATTEMPTS, supervisor.PREEMPT_SECONDS = 1, 5, 5.0
 sys.exit(main(['launch', *sys.argv[1:]]))
 """
 # Records each start of a rank, and does what the second argument says, once or in every attempt.
@@ -48,29 +48,36 @@ def started(root: Path) -> dict[str, list[str]]:
 
 
 @contextlib.contextmanager
-def two_nodes(
-    *arguments: str, temporary: Path | None = None, new: Collection[int] = (), as_tasks: bool = False
+def several_nodes(
+    count: int,
+    *arguments: str,
+    nodes: str | None = None,
+    temporary: Path | None = None,
+    new: Collection[int] = (),
+    as_tasks: bool = False,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the command on two nodes, both of which are this machine; one rank on each.
+    """Start the command on nodes, all of which are this machine; one rank on each.
 
     Args:
+        count: the number of launchers.
         arguments: options, the script and its arguments.
+        nodes: the value of ``--nodes``, by default ``count``.
         temporary: the directory for the files that launchers leave behind if they are killed.
         new: the nodes whose launchers are new interpreters.
         as_tasks: whether the nodes are known by the variables of srun instead of options.
     """
     port = free_port()
     with contextlib.ExitStack() as stack:
-        nodes = []
-        for node in range(2):
+        started = []
+        for node in range(count):
             place = [] if as_tasks else ["--node-rank", str(node), "--rdzv", f"127.0.0.1:{port}"]
             variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
             variables |= {} if temporary is None else {"TMPDIR": str(temporary)}
             variables |= _task(node, port) if as_tasks else {}
-            options = ["-n", "1", "--nodes", "2", *place, *arguments]
+            options = ["-n", "1", "--nodes", nodes or str(count), *place, *arguments]
             process = started_script(LAUNCH, *options, env=variables, is_new=node in new)
-            nodes.append(stack.enter_context(process))
-        yield nodes
+            started.append(stack.enter_context(process))
+        yield started
 
 
 def _task(node: int, port: int) -> dict[str, str]:

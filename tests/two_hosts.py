@@ -96,15 +96,15 @@ class TwoHosts:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
     def start_launched(
-        self, launcher: Path, script: Path, arguments: Sequence[str], folder: Path
-    ) -> list[subprocess.Popen[str]]:
-        """Start a script on both hosts with ``phalanx launch``, which another script runs; one rank on each.
-
-        The ranks are forked from a process that is not in the network of the host.
-        """
-        meeting = ["-n", "1", "--nodes", "2", "--rdzv", f"{ADDRESSES[0]}:{PORT}"]
-        command = [str(launcher), *meeting, "--node-rank"]
-        return [self._start(n, [*command, str(n), str(script), *arguments], folder) for n in range(2)]
+        self, launcher: Path, script: Path, arguments: Sequence[str], folder: Path, nodes: str = "2"
+    ) -> list[subprocess.Popen[bytes]]:
+        """Start a script on both hosts with ``phalanx launch --nodes``, which another script runs; one rank on each."""
+        meeting = ["-n", "1", "--nodes", nodes, "--rdzv", f"{ADDRESSES[0]}:{PORT}"]
+        command = [sys.executable, str(launcher), *meeting, "--node-rank"]
+        return [
+            self._execute(n, [*command, str(n), str(script), *arguments], folder, self._environment(n, folder))
+            for n in range(2)
+        ]
 
     def start_as_slurm(
         self, script: Path, arguments: Sequence[str], folder: Path, libraries: tuple[str, ...] = ()
@@ -132,6 +132,12 @@ class TwoHosts:
         environment = self._environment(number, folder)
         # Else a host that comes later waits for an address that the first one has told the earlier hosts alone.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        return self._execute(number, command, folder, environment)
+
+    def _execute(
+        self, number: int, command: Sequence[str], folder: Path, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on a host, as a new process."""
         with (folder / f"host_{number}.txt").open("ab") as output:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.names[number], *command],

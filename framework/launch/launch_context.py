@@ -24,6 +24,51 @@ _MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
+class NodeOptions:
+    """The nodes of a run, as the launcher of one of them is told."""
+
+    number: int
+    """The number of this node, from 0."""
+    least: int
+    """The number of nodes below which the run ends."""
+    most: int
+    """The number of nodes that take part if all are there."""
+    spares: int
+    """The number of nodes beyond that, which wait until one is lost."""
+    host: str
+    """The name or address of node 0, as all nodes know it."""
+    port: int
+    """A free port there."""
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the run may go on with other nodes after the loss of one."""
+        return self.least < self.most or self.spares > 0
+
+
+@dataclass(frozen=True)
+class NodeName:
+    """The number that a node was given, and its host."""
+
+    number: int
+    host: str
+
+    @property
+    def address(self) -> str:
+        """The name by which torch sorts the nodes of a round, and so assigns their ranks; another for each launcher."""
+        return f"{self.number:06} {self.host} {os.getpid()}"
+
+    @classmethod
+    def read(cls, address: str) -> NodeName:
+        """Return the name with this address."""
+        number, host, _ = address.split(" ")
+        return cls(int(number), host)
+
+    def __str__(self) -> str:
+        return f"node {self.number} ({self.host})"
+
+
+@dataclass(frozen=True)
 class NodePlace:
     """A node of a run on several nodes, and the address of the store in which all of them meet."""
 
@@ -33,6 +78,8 @@ class NodePlace:
     port: int
     token: str = ""
     """A value that differs between attempts, and is the same on all nodes."""
+    may_change: bool = False
+    """Whether the number of nodes may be another one in the next attempt."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +115,8 @@ class LaunchContext:
             run=self.node.token,
         )
         store_fd = self.inherited(rank).get(STORE_FD)
-        return rank_environment(place, store_fd, self.directory, threads_for_ranks(self.num_ranks), self.attempt)
+        threads = threads_for_ranks(self.num_ranks)
+        return rank_environment(place, store_fd, self.directory, threads, self.attempt, self.node.may_change)
 
     def inherited(self, rank: int) -> dict[str, int]:
         """Return the descriptors that a rank inherits, by the environment variable with the descriptor's number."""

@@ -6,21 +6,29 @@ Everything here is computed from the records alone; several_nodes.py exchanges t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core.errors import Preempted
 from ..report.verdicts import headline
 from ..system.failure_records import INTERRUPTED
+from .launch_context import NodeName
 from .verdict import Verdict
 
-SILENT_SECONDS = 30.0
-"""A launcher that gives no sign of life for this long is gone, or cut off."""
+KEEP_ALIVE_SECONDS = 3
+"""Seconds between two signs of life of a launcher."""
+KEEP_ALIVE_ATTEMPTS = 5
+"""A launcher that gives no sign of life for so many of these intervals is lost, or cut off."""
 STOPPED = frozenset({Preempted.exit_code, INTERRUPTED})
 """Exit codes of ranks that have ended since they were asked to."""
 # In the errors of ranks that lost the connection to another one: gloo's, which have no class of their own, and NCCL's.
 _LOST_PEER = ("gloo/transport", "DistBackendError", "DistNetworkError")
+
+
+def silent_seconds() -> float:
+    """Return after how many seconds without a sign of life a launcher counts as lost."""
+    return float(KEEP_ALIVE_SECONDS * KEEP_ALIVE_ATTEMPTS)
 
 
 @dataclass(frozen=True)
@@ -28,10 +36,14 @@ class NodeRecord:
     """An attempt on one node, written by its launcher."""
 
     node: int
+    """The rank of the node in its round."""
     attempt: int
+    """The number of earlier attempts of the round."""
     num_ranks: int = 0
     token: str = ""
-    """A random value; that of node 0 tells this start of the run from others."""
+    """A random value; that of rank 0 tells this start of the ranks from others."""
+    progress: list[Any] = field(default_factory=list)
+    """The ``progress`` of the launcher's ``RestartPolicy``: one that joins later takes over that of rank 0."""
     has_failed: bool = False
     """Whether ranks of the node have failed by themselves."""
     order: int = 0
@@ -42,8 +54,6 @@ class NodeRecord:
     """Whether the error is that of a broken connection, which may have been the end of a rank on another node."""
     end: Verdict | None = None
     """The verdict on the attempt on this node."""
-    has_left: bool = False
-    """Whether the launcher takes part in no further attempt."""
 
     def ended(self, verdict: Verdict, is_consequence: bool = False) -> NodeRecord:
         """Return the record of this node after the end of its ranks."""
@@ -72,15 +82,20 @@ class AttemptRecords:
     """The records of all nodes for an attempt, as far as a launcher has read them."""
 
     attempt: int
-    num_nodes: int
+    names: Mapping[int, NodeName]
+    """The names of all nodes, by rank."""
     records: Mapping[int, NodeRecord] = field(default_factory=dict)
     silent: frozenset[int] = frozenset()
-    """The nodes whose launchers give no sign of life."""
+    """The nodes whose launchers give no sign of life, or have gone on to another round."""
+
+    def named(self, nodes: Iterable[int]) -> str:
+        """Return the names of nodes in words."""
+        return " and ".join(str(self.names[node]) for node in nodes)
 
     @property
     def late(self) -> list[int]:
         """The nodes that are not ready for the attempt."""
-        return [node for node in range(self.num_nodes) if node not in self.records]
+        return [node for node in self.names if node not in self.records]
 
     @property
     def refusal(self) -> str:
@@ -90,13 +105,9 @@ class AttemptRecords:
         odd = next((node for node, count in counts.items() if count != counts[first]), None)
         if odd is None:
             return ""
-        each = f"node {odd} starts {counts[odd]} ranks and node {first} {counts[first]}"
+        number, other = self.names[odd].number, self.names[first].number
+        each = f"node {number} starts {counts[odd]} ranks and node {other} {counts[first]}"
         return f"{each}: give -n the same number on all nodes"
-
-    @property
-    def left(self) -> Verdict | None:
-        """The verdict of a launcher that takes part in no further attempt, or None."""
-        return next((record.end for record in self.records.values() if record.has_left), None)
 
     @property
     def ends(self) -> dict[int, Verdict]:
@@ -106,20 +117,20 @@ class AttemptRecords:
     @property
     def stopped(self) -> int | None:
         """The exit code for which ranks of a node have ended, if it is not 0."""
-        if self.lost is not None or any(record.has_failed for record in self.records.values()):
+        if self.lost or any(record.has_failed for record in self.records.values()):
             return 1
         return next((end.exit_code for end in self.ends.values() if end.failed), None)
 
     @property
-    def lost(self) -> int | None:
-        """A node whose launcher gives no sign of life, and whose end is not known."""
-        return min(self.silent - self.ends.keys(), default=None)
+    def lost(self) -> list[int]:
+        """The nodes whose launchers give no sign of life, and whose ends are not known."""
+        return sorted(self.silent - self.ends.keys())
 
     @property
     def cause(self) -> NodeRecord | None:
         """The record of the node whose end caused those of the others, once the ends of all nodes are known or lost."""
         ends = self.ends
-        if not ends or not self.silent.issuperset(range(self.num_nodes) - ends.keys()):
+        if not ends or not self.silent.issuperset(self.names.keys() - ends.keys()):
             return None
         return self.records[min([node for node in ends if ends[node].exit_code] or ends, key=self._place_among_causes)]
 
@@ -139,20 +150,20 @@ class AttemptRecords:
         assert cause is not None
         assert cause.end is not None
         code = cause.end.exit_code
-        if self.lost is not None and (cause.is_consequence or not code):
-            return lost_verdict(replace(own, failed=False), self.lost)
+        if self.lost and (cause.is_consequence or cause.lost_peer or not code):
+            return lost_verdict(replace(own, failed=False), self.named(self.lost))
         if cause.node != node:
-            message = f"node {cause.node}: {cause.end.message}" if code else ""
+            message = f"node {self.names[cause.node].number}: {cause.end.message}" if code else ""
             own = Verdict(code, message, bool(code), cause.end.step)
-        return own if self.lost is None else lost_verdict(own, self.lost)
+        return lost_verdict(own, self.named(self.lost)) if self.lost else own
 
 
-def lost_verdict(own: Verdict, lost: int, where: str = "") -> Verdict:
-    """Return the verdict of a node on an attempt in which the launcher of node ``lost`` gave no more answer.
+def lost_verdict(own: Verdict, lost: str) -> Verdict:
+    """Return the verdict of a node on an attempt in which the launchers of the nodes ``lost`` gave no more answer.
 
     ``own`` has not failed if its ranks were ended for that reason, or were successful.
     """
-    text = f"phalanx: node {lost}{where} does not answer: its launcher or its host has ended, or cannot be reached"
+    text = f"phalanx: {lost} does not answer: its launcher or its host has ended, or cannot be reached"
     if not own.failed:
         return Verdict(1, text, failed=True, step=own.step)
     return replace(own, message=f"{own.message}\n{text}".lstrip())

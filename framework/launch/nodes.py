@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .launch_context import NodePlace
+from .restart_policy import RestartPolicy
 from .supervisor import Supervisor
 from .verdict import Verdict
 
@@ -11,11 +12,14 @@ class Nodes:
     """A run on one node: there are no others to wait for."""
 
     place: NodePlace | None = None
-    is_lost = False
-    """Whether a launcher of another node is gone, so that no attempt can follow."""
+    may_change = False
+    """Whether the run may go on with other nodes after one is lost."""
 
-    def meet(self, attempt: int, num_ranks: int, supervisor: Supervisor) -> Verdict | None:
-        """Wait until all nodes are ready for an attempt; return a verdict if it does not take place."""
+    def meet(self, restarts: RestartPolicy, num_ranks: int, supervisor: Supervisor) -> Verdict | None:
+        """Wait until all nodes are ready for an attempt; return a verdict if it does not take place.
+
+        ``restarts`` gets what node 0 knows of earlier attempts.
+        """
         return None
 
     def others_ended(self) -> int | None:
@@ -31,6 +35,18 @@ class Nodes:
         After a second Ctrl-C the other nodes are not waited for.
         """
         return verdict
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a node of the last attempt is lost, so that the same nodes cannot take part in another one."""
+        return False
+
+    def regroup(self, message: str) -> bool:
+        """Let the nodes that are left, and spares, meet for the next attempt; return whether they may be enough.
+
+        ``message`` says why they have to.
+        """
+        return False
 
     def close(self, verdict: Verdict | None, supervisor: Supervisor) -> None:
         """Leave the other nodes, for good; ``verdict`` is the last one, None after an error of this launcher."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import CheckpointError, ConfigurationError, Preempted
 from ..system.failure_records import INTERRUPTED, write_atomically
@@ -34,6 +36,15 @@ class RestartPolicy:
         """The reason why the ranks are not restarted although the user has requested restarts."""
         self._step: int | None = None
         self._setbacks = 0
+
+    @property
+    def progress(self) -> list[Any]:
+        """All on which decisions depend, as JSON values."""
+        return [self.allowed, self.done, self.attempt, self._step, self._setbacks]
+
+    def adopt(self, progress: Sequence[Any]) -> None:
+        """Decide from now on as the policy with this ``progress``."""
+        self.allowed, self.done, self.attempt, self._step, self._setbacks = progress
 
     def wait_before_restart(self, exit_code: int, step: int | None) -> float | None:
         """Return the number of seconds to wait before the restart, or None to give up.

@@ -94,12 +94,18 @@ def _run_attempts(
     """Run the ranks until they succeed or are not restarted; return the verdict on the last attempt."""
     while True:
         nodes = launcher.nodes
-        if (ended := nodes.meet(restarts.attempt, num_ranks, supervisor)) is not None:
+        if (ended := nodes.meet(restarts, num_ranks, supervisor)) is not None:
             return ended
         with launch_context(directory, num_ranks, restarts.attempt, nodes.place) as context:
-            is_last = restarts.done >= restarts.allowed and not memory_link(directory).is_dir()
-            verdict = launcher.run_attempt(context, is_last)
-        ends = supervisor.is_shutting_down or nodes.is_lost
+            may_follow = restarts.done < restarts.allowed or nodes.may_change or memory_link(directory).is_dir()
+            verdict = launcher.run_attempt(context, is_last=not may_follow)
+        ends = supervisor.is_shutting_down
+        if not ends and verdict.failed and nodes.has_lost:
+            # The loss of a node does not count as a restart.
+            if verdict.exit_code not in FINAL and nodes.regroup(verdict.message):
+                restarts.attempt += 1
+                continue
+            ends = True
         if not ends and verdict.failed and (size := smaller_micro_batch(context.directory)) is not None:
             write_error(
                 f"phalanx: a rank ran out of memory at step {verdict.step}: the ranks are started again with "

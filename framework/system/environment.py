@@ -20,6 +20,7 @@ from .launcher_env import (
     ATTEMPT,
     COMMAND,
     DIRECTORY,
+    ELASTIC,
     ERROR_DIR,
     RUN,
     STORE_FD,
@@ -76,7 +77,7 @@ def threads_for_ranks(num_ranks: int) -> int:
 
 
 def rank_environment(
-    place: Placement, store_fd: int | None, error_dir: str, threads: int, attempt: int = 0
+    place: Placement, store_fd: int | None, error_dir: str, threads: int, attempt: int = 0, may_change: bool = False
 ) -> dict[str, str]:
     """Return the full environment for a rank that phalanx starts on this machine.
 
@@ -85,6 +86,7 @@ def rank_environment(
     Args:
         store_fd: the listening socket that rank 0 inherits and serves the rendezvous on; None for the others, and if
             another process serves it.
+        may_change: whether the next attempt may have another number of ranks.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {
@@ -101,6 +103,7 @@ def rank_environment(
         COMMAND: starting_command(),
         RUN: place.run,
         STORE_FD: "" if store_fd is None else str(store_fd),
+        ELASTIC: "1" if may_change else "",
     }
 
 
@@ -252,6 +255,11 @@ def attempt() -> int:
     return int(os.environ.get(ATTEMPT) or 0)
 
 
+def num_ranks_may_change() -> bool:
+    """Whether the launcher of this rank may start the run again with another number of ranks."""
+    return bool(os.environ.get(ELASTIC))
+
+
 def sets_threads() -> bool:
     """Whether a variable sets the number of threads of this process."""
     return bool(os.environ.get("OMP_NUM_THREADS"))
@@ -265,6 +273,11 @@ def started_by_torchrun() -> bool:
 def uses_agent_store() -> bool:
     """Whether torchrun's own process serves the rendezvous store of its ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def keep_rendezvous_store_apart() -> None:
+    """Make torch's elastic rendezvous in this process open no port for another store."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 
 def gloo_interface() -> str | None:

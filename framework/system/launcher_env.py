@@ -19,6 +19,8 @@ LOOPBACK = "127.0.0.1"
 ERROR_DIR = "PHALANX_ERROR_DIR"
 # The number of earlier attempts of this launch.
 ATTEMPT = "PHALANX_ATTEMPT"
+# Whether the next attempt may have another number of ranks.
+ELASTIC = "PHALANX_ELASTIC"
 # A random value, a new one for each attempt.
 RUN = "PHALANX_RUN"
 # The command that has started the ranks, as a shell reads it.

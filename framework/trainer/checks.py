@@ -16,6 +16,7 @@ from ..parallel.resources import Resources
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_checks import check_algorithm, check_placed
 from ..run.overrides import is_overridden, with_arity
+from ..system.environment import num_ranks_may_change
 from .data_sources import check_given
 from .hook_names import check_data_module_names, check_module_names
 from .script_ranks import finds_by_restarts
@@ -62,6 +63,11 @@ def check_fit(
         settings.global_batch.check_ranks(resources.data_size)
         if settings.global_batch.is_found and not finds_by_restarts(settings, resources):
             check_strategy(resources.strategy)
+    elif num_ranks_may_change():
+        raise ConfigurationError(
+            "With --nodes MIN:MAX the run goes on with fewer ranks when a node is lost, and steps would then have "
+            "fewer samples: give Trainer(global_batch_size=...), which any number of ranks keeps."
+        )
     check_given(
         "train", given, module, datamodule, resources.data_size, shard, True, global_batch=settings.global_batch
     )

@@ -16,6 +16,7 @@ from ranks import run_command, run_script
 
 from phalanx.cli import rank_launch
 from phalanx.cli.main import main
+from phalanx.framework.launch.launch_context import NodeOptions
 
 # A fit that resumes from its newest checkpoint.
 RESUMED = """
@@ -104,7 +105,9 @@ def test_why_has_the_rank_and_the_step_of_the_launcher(
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("--nodes 0 train.py", "--nodes 0 must be a whole number of at least 1."),
+        ("--nodes 0 train.py", "--nodes 0 must be a whole number of at least 1, or two of them such as 2:4."),
+        ("--nodes 3:2 train.py", "--nodes 3:2 must be a whole number of at least 1, or two of them such as 2:4."),
+        ("--spares -1 train.py", "--spares -1 must be a whole number of at least 0."),
         ("-n 0 train.py", "--devices 0 must be a whole number of at least 1."),
         ("--max-restarts -1 train.py", "--max-restarts -1 must be a whole number of at least 0."),
         ("-n two train.py", "argument -n/--devices: invalid int value: 'two'."),
@@ -115,12 +118,14 @@ def test_why_has_the_rank_and_the_step_of_the_launcher(
         ("--on slrm train.py", "'slrm' is not a known --on. Did you mean 'slurm'?"),
         ("--nodes 2 train.py", "--nodes 2 needs --rdzv HOST:PORT: run the command on each node"),
         ("--nodes 2 --rdzv a:1 train.py", "--nodes 2 needs --node-rank K"),
-        ("--nodes 2 --node-rank 2 --rdzv a:1 train.py", "--node-rank 2 of --nodes 2 must be below the latter."),
+        ("--nodes 2 --node-rank 2 --rdzv a:1 train.py", "--node-rank 2 of --nodes 2 must be below 2."),
+        ("--nodes 1:2 --spares 1 --node-rank 3 --rdzv a:1 train.py", "--node-rank 3 of --nodes 1:2 --spares 1 must be"),
         ("--nodes 2 --node-rank 0 --rdzv host-a train.py", "--rdzv 'host-a' must be of the form HOST:PORT"),
         ("--node-rank 1 --rdzv a:1 train.py", "--rdzv and --node-rank are for several nodes"),
         ("-o job train.py", "--output is for a job: give --on slurm, ray or kubernetes as well."),
         ("--on slurm train.py", "--on slurm needs -n, the number of ranks on each node."),
         ("--on slurm -n 2 --node-rank 1 train.py", "--node-rank and --rdzv have no place in a job"),
+        ("--on slurm -n 2 --nodes 1:2 train.py", "--nodes MIN:MAX and --spares have no place in a job"),
         ("--on slurm -n 2 --image x train.py", "--on slurm takes no --image."),
         ("--on kubernetes -n 2 train.py", "--on kubernetes needs --image, a container image with the script."),
         ("--on slurm -n 2 --name 42 train.py", "--name '42' has no letter"),
@@ -164,7 +169,7 @@ def test_the_place_of_a_node_is_read_from_variables(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["launch", "--nodes", "2", *options, str(tmp_path / "train.py")]) == 0
-    assert asked == [(rank, 2, *address)]
+    assert asked == [NodeOptions(rank, 2, 2, 0, *address)]
 
 
 def test_a_rank_that_launches_ranks_is_refused(

@@ -100,7 +100,7 @@ def test_a_pod_starts_the_launcher_of_its_node() -> None:
     for name, value in variables.items():
         arguments = [each.replace(name, value) for each in arguments]
     given = build_parser().parse_args(["launch", *(each.replace("\0", "$(") for each in arguments)])
-    assert (given.nodes, given.node_rank, given.rdzv, given.devices) == (2, 1, "train-0:29500", 4)
+    assert (given.nodes, given.node_rank, given.rdzv, given.devices) == ("2", 1, "train-0:29500", 4)
     assert (given.max_restarts, given.script, given.arguments) == (3, "train.py", ["--lr", AWKWARD])
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "4"}}
     assert "resourcesPerNode" not in kubernetes_documents(job(gpus=0))[1]["spec"]["trainer"]

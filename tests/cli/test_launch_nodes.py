@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import py_compile
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import launched_fit
 import pytest
 import torch
 from called_command import CalledCommand
-from launched_nodes import LAUNCH, RANK, outcome, started, two_nodes
-from ranks import wait_until
+from launched_nodes import LAUNCH, RANK, outcome, several_nodes, started
+from ranks import session_pids, wait_until
 from two_hosts import ADDRESSES, PORT, ended, reason_against, two_hosts
 
 FIT = Path(launched_fit.__file__)
@@ -28,7 +29,7 @@ def rank_script(tmp_path: Path) -> Path:
 
 def test_two_nodes_train_to_the_losses_of_one_process_though_all_start_again(tmp_path: Path) -> None:
     # Steps 0 to 2 are trained, and the restart resumes from the checkpoint of step 2.
-    with two_nodes("--max-restarts", "1", str(FIT), str(tmp_path), "kill", "1", "3") as nodes:
+    with several_nodes(2, "--max-restarts", "1", str(FIT), str(tmp_path), "kill", "1", "3") as nodes:
         codes, printed = outcome(nodes)
     assert codes == [0, 0], printed
     both = zip(*(launched_fit.recorded(tmp_path, rank).items() for rank in range(2)), strict=True)
@@ -42,7 +43,7 @@ def test_two_nodes_train_to_the_losses_of_one_process_though_all_start_again(tmp
 
 
 def test_an_error_on_one_node_is_named_on_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with two_nodes(str(FIT), str(tmp_path), "raise", "1", "3") as nodes:
+    with several_nodes(2, str(FIT), str(tmp_path), "raise", "1", "3") as nodes:
         codes, printed = outcome(nodes)
     assert codes == [1, 1], printed
     assert printed[1].endswith("ValueError: planted\n")
@@ -59,7 +60,7 @@ def test_a_configuration_error_on_one_task_of_slurm_ends_all_and_is_not_restarte
     tmp_path: Path, rank_script: Path
 ) -> None:
     arguments = ["--max-restarts", "3", str(rank_script), str(tmp_path), "refuse", "1", "--lr", "0.1"]
-    with two_nodes(*arguments, as_tasks=True) as nodes:
+    with several_nodes(2, *arguments, as_tasks=True) as nodes:
         codes, printed = outcome(nodes)
     assert codes == [78, 78], printed
     assert started(tmp_path) == {
@@ -70,7 +71,7 @@ def test_a_configuration_error_on_one_task_of_slurm_ends_all_and_is_not_restarte
 
 def test_a_signal_to_one_node_preempts_all(tmp_path: Path) -> None:
     recorded = tmp_path / "losses_1.jsonl"
-    with two_nodes("--max-restarts", "3", str(FIT), str(tmp_path), "long") as nodes:
+    with several_nodes(2, "--max-restarts", "3", str(FIT), str(tmp_path), "long") as nodes:
         wait_until(lambda: recorded.exists() and recorded.read_text().count("\n") > 3, seconds=90.0)
         nodes[1].send_signal(signal.SIGTERM)
         codes, printed = outcome(nodes)
@@ -81,7 +82,7 @@ def test_a_signal_to_one_node_preempts_all(tmp_path: Path) -> None:
 
 def test_a_rank_that_leaves_alone_ends_all_in_time(tmp_path: Path, rank_script: Path) -> None:
     """As one that is preempted before it has met the others, which would wait for it."""
-    with two_nodes("--max-restarts", "3", str(rank_script), str(tmp_path), "leave", "1") as nodes:
+    with several_nodes(2, "--max-restarts", "3", str(rank_script), str(tmp_path), "leave", "1") as nodes:
         codes, printed = outcome(nodes)
     assert codes == [75, 75], printed
     assert list(started(tmp_path)) == ["rank_0_0", "rank_1_0"]
@@ -94,14 +95,15 @@ def test_a_node_that_is_gone_ends_the_other_with_one_sentence(tmp_path: Path, ra
     temporary.mkdir()
     arguments = ["--max-restarts", "3", str(rank_script), str(tmp_path), "wait", "-"]
     # Where the store is gone, torch has much to say: the command silences it before it imports torch.
-    with two_nodes(*arguments, temporary=temporary, new=[1] if killed == 0 else []) as nodes:
+    with several_nodes(2, *arguments, temporary=temporary, new=[1] if killed == 0 else []) as nodes:
         wait_until(lambda: len(started(tmp_path)) == 2, seconds=90.0)
         nodes[killed].kill()
         codes, printed = outcome(nodes)
     assert (codes[killed], codes[1 - killed]) == (-signal.SIGKILL, 1), printed
-    where = f" at {_address(nodes[0])}" if killed == 0 else ""
-    text = f"phalanx: node {killed}{where} does not answer: its launcher or its host has ended, or cannot be reached\n"
+    where = f"at {_address(nodes[0])}" if killed == 0 else f"({socket.gethostname()})"
+    text = f"phalanx: node {killed} {where} does not answer: its launcher or its host has ended, or cannot be reached\n"
     assert printed[1 - killed] == text
+    assert not any(session_pids(node.pid) for node in nodes)
 
 
 def test_hosts_that_a_cut_cable_separates_end_both(tmp_path: Path, rank_script: Path) -> None:
@@ -116,8 +118,12 @@ def test_hosts_that_a_cut_cable_separates_end_both(tmp_path: Path, rank_script: 
         codes = ended(nodes, 40.0)
     assert codes == [1, 1]
     ends = "does not answer: its launcher or its host has ended, or cannot be reached"
+    name = f"node 1 ({socket.gethostname()})"
     last = [(tmp_path / f"host_{number}.txt").read_text().splitlines()[-1] for number in range(2)]
-    assert last == [f"phalanx: node 1 {ends}", f"phalanx: node 0 at {ADDRESSES[0]}:{PORT} {ends}"]
+    assert last == [
+        f"phalanx: {name} {ends}",
+        f"phalanx: node 0 at {ADDRESSES[0]}:{PORT} {ends}",
+    ]
 
 
 def _address(node: subprocess.Popen[str]) -> str:

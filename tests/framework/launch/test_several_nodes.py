@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import signal
 import socket
 import sys
@@ -9,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import pytest
 from free_ports import free_port
@@ -19,10 +22,10 @@ from ranks import wait_until
 
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.distributed import listening
-from phalanx.framework.distributed.rendezvous import connect
-from phalanx.framework.launch import node_records, script_launcher, several_nodes
-from phalanx.framework.launch.launch_context import LaunchContext, NodePlace
+from phalanx.framework.launch import node_records, node_rendezvous, script_launcher, several_nodes
+from phalanx.framework.launch.launch_context import LaunchContext, NodeName, NodeOptions, NodePlace
 from phalanx.framework.launch.node_records import AttemptRecords, NodeRecord, lost_verdict
+from phalanx.framework.launch.restart_policy import RestartPolicy
 from phalanx.framework.launch.several_nodes import SeveralNodes
 from phalanx.framework.launch.supervisor import Supervisor
 from phalanx.framework.launch.verdict import Verdict
@@ -43,7 +46,8 @@ def end(node: int, code: int, order: int = 0, is_consequence: bool = False, step
 
 
 def records(*ends: NodeRecord, num_nodes: int = 2, silent: Sequence[int] = ()) -> AttemptRecords:
-    return AttemptRecords(0, num_nodes, {each.node: each for each in ends}, frozenset(silent))
+    names = {node: NodeName(node, f"host-{node}") for node in range(num_nodes)}
+    return AttemptRecords(0, names, {each.node: each for each in ends}, frozenset(silent))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ def test_all_nodes_have_the_code_and_the_step_of_the_cause() -> None:
 
 def test_a_silent_node_is_the_cause_unless_ranks_have_failed_by_themselves() -> None:
     ended = Verdict(143, "ended by SIGTERM", failed=True, step=7)
-    silent = "phalanx: node 1 does not answer: its launcher or its host has ended, or cannot be reached"
+    silent = "phalanx: node 1 (host-1) does not answer: its launcher or its host has ended, or cannot be reached"
     lost = Verdict(1, silent, failed=True)
     assert records(end(0, 143, is_consequence=True), silent=[1]).verdict(ended, 0) == Verdict(1, silent, True, step=7)
     assert records(end(0, 0), silent=[1]).verdict(SUCCESS, 0) == lost
@@ -110,7 +114,10 @@ def test_a_silent_node_is_the_cause_unless_ranks_have_failed_by_themselves() -> 
     # One that has ended before it was silent is not lost, and of three nodes the others are waited for.
     assert records(end(0, 0), end(1, 0), silent=[1]).verdict(SUCCESS, 0) == SUCCESS
     assert records(end(0, 0), num_nodes=3, silent=[1]).cause is None
-    assert lost_verdict(SUCCESS, 0, " at a:1").message.startswith("phalanx: node 0 at a:1 does not answer")
+    # A connection that breaks as a node is lost is a consequence.
+    cut = replace(end(0, 1, order=1), lost_peer=True)
+    assert records(cut, silent=[1]).verdict(own, 0) == lost
+    assert lost_verdict(SUCCESS, "node 0 at a:1").message.startswith("phalanx: node 0 at a:1 does not answer")
 
 
 @pytest.mark.parametrize(
@@ -133,14 +140,16 @@ def test_the_end_of_ranks_on_one_node_is_known_on_the_others(seen: AttemptRecord
 
 
 class Launcher:
-    """The launcher of one of two nodes."""
+    """The launcher of one of several nodes."""
 
-    def __init__(self, node: int, port: int, directory: Path) -> None:
-        self.nodes = SeveralNodes(node, 2, "127.0.0.1", port, 1)
+    def __init__(self, node: int, port: int, directory: Path, num_ranks: int = 1) -> None:
+        self.nodes = SeveralNodes(NodeOptions(node, 2, 2, 0, "127.0.0.1", port), num_ranks)
+        self.restarts = RestartPolicy(9)
         self.supervisor = Supervisor(str(directory))
+        self.num_ranks = num_ranks
 
-    def meet(self, attempt: int, num_ranks: int = 1) -> Verdict | None:
-        return self.nodes.meet(attempt, num_ranks, self.supervisor)
+    def meet(self) -> Verdict | None:
+        return self.nodes.meet(self.restarts, self.num_ranks, self.supervisor)
 
     def agree(self, verdict: Verdict) -> Verdict:
         return self.nodes.agree(verdict, self.supervisor)
@@ -152,51 +161,55 @@ class Launcher:
 
     def close(self, verdict: Verdict | None = SUCCESS) -> None:
         self.nodes.close(verdict, self.supervisor)
-        self.nodes._thread.join(0.0 if self.nodes.is_lost else 60.0)
+        self.nodes._thread.join(0.0 if self.nodes._thread.ident is None or self.nodes.has_lost else 60.0)
 
 
-class Pair:
-    """The launchers of two nodes, each in a thread of its own where both are called."""
+class Several:
+    """The launchers of some nodes, each in a thread of its own where all are called."""
 
-    def __init__(self, directory: Path) -> None:
-        port = free_port()
-        self.launchers = [Launcher(node, port, directory) for node in range(2)]
-        self.pool = ThreadPoolExecutor(2)
+    def __init__(self, launchers: Sequence[Launcher]) -> None:
+        self.launchers = launchers
+        self.pool = ThreadPoolExecutor(len(launchers))
 
-    def both(self, call: Callable[[Launcher], Result]) -> list[Result]:
+    def all(self, call: Callable[[Launcher], Result]) -> list[Result]:
         return list(self.pool.map(call, self.launchers, timeout=60.0))
 
 
+@pytest.fixture(autouse=True)
+def _puts_variables_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A launcher sets it for its process.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
 @pytest.fixture
-def apart(tmp_path: Path) -> Iterator[Pair]:
+def apart(tmp_path: Path) -> Iterator[Several]:
     """Two launchers before they meet."""
-    found = Pair(tmp_path)
+    port = free_port()
+    found = Several([Launcher(node, port, tmp_path) for node in range(2)])
     with found.pool:
         try:
             yield found
         finally:
-            found.both(Launcher.close)
+            found.all(Launcher.close)
 
 
 @pytest.fixture
-def pair(apart: Pair) -> Pair:
-    assert apart.both(lambda launcher: launcher.meet(0)) == [None, None]
+def pair(apart: Several) -> Several:
+    assert apart.all(Launcher.meet) == [None, None]
     return apart
 
 
 @pytest.fixture
 def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher counts as gone after 0.5 s, and the nodes wait 1 s for each other."""
-    monkeypatch.setattr(several_nodes, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(several_nodes, "JOIN_SECONDS", 1.0)
+    """The nodes wait 1 s for each other."""
+    monkeypatch.setattr(node_rendezvous, "JOIN_SECONDS", 1.0)
     monkeypatch.setattr(several_nodes, "_TRY_SECONDS", 0.2)
-    monkeypatch.setattr(node_records, "SILENT_SECONDS", 0.5)
 
 
 @pytest.mark.usefixtures("is_quick")
-def test_a_node_that_is_not_there_yet_is_not_silent(tmp_path: Path) -> None:
+def test_a_node_that_is_not_there_yet_is_not_lost(tmp_path: Path) -> None:
     launcher = Launcher(0, free_port(), tmp_path)
-    ended = launcher.meet(0)
+    ended = launcher.meet()
     assert ended is not None
     assert ended.message == "phalanx: node 1 did not join within 1 s: see what it printed"
     began = time.monotonic()
@@ -209,73 +222,69 @@ def test_a_node_that_is_not_there_yet_is_not_silent(tmp_path: Path) -> None:
 def test_node_0_that_is_not_there_is_named_with_its_address(tmp_path: Path) -> None:
     port = free_port()
     launcher = Launcher(1, port, tmp_path)
-    ended = launcher.meet(0)
+    ended = launcher.meet()
     launcher.close()
     assert ended is not None
     assert ended.message == f"phalanx: node 0 did not answer at 127.0.0.1:{port} within 1 s: see what it printed"
 
 
-@pytest.mark.usefixtures("is_quick")
-def test_a_node_that_was_there_and_is_gone_is_silent(tmp_path: Path) -> None:
-    port = free_port()
-    launcher = Launcher(0, port, tmp_path)
-    with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(launcher.meet, 0)
-        connect("127.0.0.1", port, 30.0).set("alive/1", "1")
-        verdict = ended.result(60.0)
-        assert verdict is not None
-        assert "node 1 does not answer" in verdict.message
-        assert launcher.nodes.is_lost
-        launcher.close()
-        launcher.nodes._thread.join(60.0)
-
-
-def test_a_failure_ends_the_ranks_of_the_other_node_in_its_attempt_alone(pair: Pair) -> None:
+def test_a_failure_ends_the_ranks_of_the_other_node_in_its_attempt_alone(pair: Several) -> None:
     failing, other = pair.launchers
     failing.nodes.report_failure()
     wait_until(lambda: other.nodes.others_ended() == 1)
     assert failing.nodes.others_ended() is None
     failed = Verdict(1, "boom", failed=True, rank=0)
     ended = Verdict(143, "ended by SIGTERM", failed=True)
-    verdicts = pair.both(lambda launcher: launcher.agree(failed if launcher is failing else ended))
+    verdicts = pair.all(lambda launcher: launcher.agree(failed if launcher is failing else ended))
     assert [(verdict.exit_code, verdict.message) for verdict in verdicts] == [(1, "boom"), (1, "node 0: boom")]
-    assert pair.both(lambda launcher: launcher.meet(1)) == [None, None]
+    first = failing.nodes.place
+    assert pair.all(Launcher.meet) == [None, None]
     tokens = {launcher.nodes.place and launcher.nodes.place.token for launcher in pair.launchers}
     assert len(tokens) == 1
+    assert first is not None
+    assert first.token not in tokens
     time.sleep(3 * several_nodes._POLL_SECONDS)
     assert [launcher.nodes.others_ended() for launcher in pair.launchers] == [None, None]
     other.nodes.report_failure()
     wait_until(lambda: failing.nodes.others_ended() == 1)
 
 
+def test_a_node_decides_on_restarts_as_node_0_does(apart: Several) -> None:
+    for step in (3, 5):
+        apart.launchers[0].restarts.wait_before_restart(1, step)
+    assert apart.all(Launcher.meet) == [None, None]
+    assert [launcher.restarts.attempt for launcher in apart.launchers] == [2, 2]
+    assert apart.launchers[1].restarts.wait_before_restart(1, 5) is None
+
+
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_launcher_that_leaves_between_two_attempts_ends_the_others(pair: Pair, node: int) -> None:
+def test_a_launcher_that_leaves_between_two_attempts_ends_the_others(pair: Several, node: int) -> None:
     leaving = pair.launchers[node]
-    pair.both(lambda launcher: launcher.agree(Verdict(1, "boom", failed=True, rank=0)))
+    pair.all(lambda launcher: launcher.agree(Verdict(1, "boom", failed=True, rank=0)))
     ended = Verdict(75, "ended by SIGTERM before the ranks were started; run the same command again", failed=True)
 
     def leave_or_wait(launcher: Launcher) -> Verdict | None:
-        verdict = ended if launcher is leaving else launcher.meet(1)
+        verdict = ended if launcher is leaving else launcher.meet()
         launcher.close(verdict)
         return verdict
 
-    assert pair.both(leave_or_wait) == [ended, ended]
+    assert pair.all(leave_or_wait) == [ended, ended]
 
 
-def test_a_launcher_that_fails_itself_ends_the_others(pair: Pair) -> None:
+def test_a_launcher_that_fails_itself_ends_the_others(pair: Several) -> None:
     failing, other = pair.launchers
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(failing.close, None)
         wait_until(lambda: other.nodes.others_ended() == 1)
         verdict = other.agree(Verdict(143, "ended by SIGTERM", failed=True))
-        assert verdict.message == "node 0: phalanx: the launcher of node 0 failed: see what it printed"
+        assert verdict.message == "phalanx: the launcher of node 0 failed: see what it printed"
         other.close()
         closing.result(60.0)
 
 
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("own", [SUCCESS, Verdict(76, "stalled", failed=True, rank=0)])
-def test_after_a_second_interrupt_the_other_nodes_are_not_waited_for(pair: Pair, node: int, own: Verdict) -> None:
+def test_after_a_second_interrupt_the_other_nodes_are_not_waited_for(pair: Several, node: int, own: Verdict) -> None:
     leaving = pair.launchers[node]
     with ThreadPoolExecutor(1) as pool:
         verdict = pool.submit(leaving.agree, own)
@@ -283,12 +292,14 @@ def test_after_a_second_interrupt_the_other_nodes_are_not_waited_for(pair: Pair,
         assert verdict.result(60.0) == (own if own.failed else Verdict(130, "interrupted", failed=True))
 
 
-def test_nodes_with_different_numbers_of_ranks_are_refused(apart: Pair) -> None:
-    counts = dict(zip(apart.launchers, (1, 2), strict=True))
-    verdicts = apart.both(lambda launcher: launcher.meet(0, counts[launcher]))
-    text = "node 1 starts 2 ranks and node 0 1: give -n the same number on all nodes"
-    assert verdicts == [Verdict(78, text, failed=True)] * 2
-    apart.both(lambda launcher: launcher.close(verdicts[0]))
+def test_nodes_with_different_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
+    port = free_port()
+    apart = Several([Launcher(node, port, tmp_path, num_ranks=node + 1) for node in range(2)])
+    with apart.pool:
+        verdicts = apart.all(Launcher.meet)
+        text = "node 1 starts 2 ranks and node 0 1: give -n the same number on all nodes"
+        assert verdicts == [Verdict(78, text, failed=True)] * 2
+        apart.all(lambda launcher: launcher.close(verdicts[0]))
 
 
 class SlowServer:
@@ -309,7 +320,7 @@ class SlowServer:
 
 
 @pytest.fixture
-def prepared(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Future[Verdict]]:
+def prepared(pair: Several, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Future[Verdict]]:
     """Return the verdict of an attempt for which node 1 prepares two ranks."""
     monkeypatch.setattr(SlowServer, "environments", [])
     monkeypatch.setattr(script_launcher, "ForkServer", SlowServer)
@@ -325,7 +336,7 @@ def prepared(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         this.receive(signal.SIGINT, signal.SIGINT)
 
 
-def test_a_signal_before_the_ranks_are_started_preempts_the_others(pair: Pair, prepared: Future[Verdict]) -> None:
+def test_a_signal_before_the_ranks_are_started_preempts_the_others(pair: Several, prepared: Future[Verdict]) -> None:
     # The server of a node is started with the environment of its first rank.
     (environment,) = SlowServer.environments
     assert [environment[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")] == ["2", "0", "1"]
@@ -340,7 +351,7 @@ def test_a_port_that_is_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with refuses(ConfigurationError, f"--rdzv={port}", varies=rf"\b{port}\b"):
-            SeveralNodes(0, 2, "127.0.0.1", port, 1)
+            SeveralNodes(NodeOptions(0, 2, 2, 0, "127.0.0.1", port), 1)
 
 
 def test_a_host_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,53 +361,71 @@ def test_a_host_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     monkeypatch.setattr(listening, "_RESOLVE_SECONDS", 0.0)
     with refuses(ConfigurationError, "--rdzv 'host-b'"):
-        SeveralNodes(1, 2, "host-b", 1, 1)
+        SeveralNodes(NodeOptions(1, 2, 2, 0, "host-b", 1), 1)
 
 
 def test_the_ranks_of_all_nodes_can_connect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(several_nodes, "listen", lambda host, port, size, *_: sizes.append(size))
-    SeveralNodes(0, 16, "127.0.0.1", 1, 8)
-    assert sizes[0] >= 16 * 8 + 16
+    SeveralNodes(NodeOptions(0, 16, 16, 2, "127.0.0.1", 1), 8)
+    assert sizes[0] >= 18 * 8 + 18
 
 
-class CutStore:
-    """A store over a connection that a test cuts: a call does not return."""
+class Cable:
+    """A port that forwards connections to another one, until a test cuts it: nothing arrives, and nobody is told."""
 
-    def __init__(self, store: Any) -> None:
-        self.store = store
-        self.is_cut, self.healed = threading.Event(), threading.Event()
+    def __init__(self, port: int) -> None:
+        self.is_cut = threading.Event()
+        self._to = port
+        self._ends: list[socket.socket] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
 
-    def __getattr__(self, name: str) -> Any:
-        if self.is_cut.is_set():
-            self.healed.wait(60.0)
-        return getattr(self.store, name)
+    def close(self) -> None:
+        for end in (self._server, *self._ends):
+            # Closing alone does not wake the threads.
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(("127.0.0.1", self._to))
+                self._ends += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._forward, args=(one, other), daemon=True).start()
+
+    def _forward(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                if not self.is_cut.is_set():
+                    other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
 
 
+@pytest.mark.timeout(90)
 def test_a_store_that_does_not_answer_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stores: list[CutStore] = []
-
-    def cut(*given: Any) -> CutStore:
-        stores.append(CutStore(connect(*given)))
-        return stores[-1]
-
-    monkeypatch.setattr(several_nodes, "connect", cut)
-    pair = Pair(tmp_path)
-    node_0, node_1 = pair.launchers
-    with pair.pool:
-        assert pair.both(lambda launcher: launcher.meet(0)) == [None, None]
-        wait_until(lambda: node_1.nodes._store is not None)
-        cut_off = node_1.nodes._store
-        cut_off.is_cut.set()
-        monkeypatch.setattr(node_records, "SILENT_SECONDS", 1.0)
-        wait_until(lambda: node_1.nodes.others_ended() == 1)
-        wait_until(lambda: node_0.nodes.others_ended() == 1)
-        ended = Verdict(143, "ended by SIGTERM", failed=True)
-        first, second = pair.both(lambda launcher: launcher.agree(ended))
-        assert first.message.startswith("phalanx: node 1 does not answer")
-        assert second.message.startswith(f"phalanx: node 0 at 127.0.0.1:{node_1.nodes._place.port} does not answer")
+    monkeypatch.setattr(node_records, "KEEP_ALIVE_SECONDS", 1)
+    monkeypatch.setattr(node_records, "KEEP_ALIVE_ATTEMPTS", 4)
+    port = free_port()
+    cable = Cable(port)
+    pair = Several([Launcher(0, port, tmp_path), Launcher(1, cable.port, tmp_path)])
+    with pair.pool, contextlib.closing(cable):
+        assert pair.all(Launcher.meet) == [None, None]
+        cable.is_cut.set()
+        for launcher in pair.launchers:
+            wait_until(lambda launcher=launcher: launcher.nodes.others_ended() == 1)  # type: ignore[misc]
+        first, second = pair.all(lambda launcher: launcher.agree(Verdict(143, "ended by SIGTERM", failed=True)))
+        assert re.match(r"phalanx: node 1 \(\S+\) does not answer", first.message)
+        assert second.message.startswith(f"phalanx: node 0 at 127.0.0.1:{cable.port} does not answer")
         assert (first.exit_code, second.exit_code) == (1, 1)
-        assert node_0.nodes.is_lost
-        assert node_1.nodes.is_lost
-        pair.both(Launcher.close)
-        cut_off.healed.set()
+        assert [launcher.nodes.has_lost for launcher in pair.launchers] == [True, True]
+        assert [launcher.nodes.regroup("") for launcher in pair.launchers] == [False, False]
+        pair.all(Launcher.close)
+    for launcher in pair.launchers:
+        # Ends a thread of torch's, which a process that ends leaves behind.
+        assert launcher.nodes._rendezvous is not None
+        launcher.nodes._rendezvous.close()

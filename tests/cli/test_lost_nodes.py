@@ -1,0 +1,105 @@
+"""``phalanx launch`` after the loss of a node: a spare takes its place, or fewer ranks go on; else the run ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import host_run
+import pytest
+import torch
+from launched_nodes import LAUNCH, outcome, several_nodes
+from ranks import run_on_ranks, session_pids, wait_until
+from two_hosts import ended, reason_against, two_hosts
+
+SCRIPT = Path(host_run.__file__)
+STEPS = 40
+GONE = r"phalanx: node {} \(\S+\) does not answer: its launcher or its host has ended, or cannot be reached"
+
+
+def arguments(folder: Path, samples: int = 0, strategy: str = "ddp") -> list[str]:
+    return [str(SCRIPT), str(folder), strategy, "0", "1", str(STEPS), "0.05", str(samples)]
+
+
+def undisturbed(folder: Path, ranks: int, samples: int = 0, strategy: str = "ddp") -> dict[str, Any]:
+    """Return the weights of the same run, on ranks of one node."""
+    folder.mkdir()
+    run_on_ranks(ranks, host_run.main, folder, strategy, ranks, 1, STEPS, 0.0, float(samples), timeout=60.0)
+    return weights(folder)
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / "weights.pt")
+    return found
+
+
+def has_saved(folder: Path, step: int) -> bool:
+    return any(folder.glob(f"phalanx_logs/*/checkpoints/*step={step}.ckpt"))
+
+
+def kill(node: subprocess.Popen[str]) -> None:
+    """Kill a launcher; the kernel kills its ranks."""
+    node.kill()
+    node.wait()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_spare_takes_the_place_of_a_lost_node_and_no_bit_changes(tmp_path: Path, strategy: str) -> None:
+    folder = tmp_path / "lost"
+    folder.mkdir()
+    given = ["--spares", "1", *arguments(folder, strategy=strategy)]
+    with several_nodes(3, *given, nodes="2", temporary=tmp_path) as nodes:
+        wait_until(lambda: has_saved(folder, 8), seconds=90.0)
+        kill(nodes[1])
+        codes, printed = outcome(nodes)
+        left = [session_pids(node.pid) for node in nodes]
+    assert codes == [0, -signal.SIGKILL, 0], printed
+    assert left == [set(), set(), set()]
+    assert "phalanx: node 2 waits, and takes part in the run if another one is lost\n" in printed[2]
+    again = r"phalanx: the ranks are started again on node 0 \(\S+\), node 2 \(\S+\)\n"
+    assert re.search(GONE.format(1) + "\n" + again, printed[0]), printed[0]
+    assert re.search(again, printed[2]), printed[2]
+    whole = undisturbed(tmp_path / "whole", 2, strategy=strategy)
+    torch.testing.assert_close(weights(folder), whole, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.timeout(240)
+def test_fewer_ranks_go_on_with_the_same_global_batch(tmp_path: Path) -> None:
+    folder = tmp_path / "lost"
+    folder.mkdir()
+    with several_nodes(2, *arguments(folder, samples=8), nodes="1:2", temporary=tmp_path) as nodes:
+        wait_until(lambda: has_saved(folder, 8), seconds=90.0)
+        kill(nodes[1])
+        codes, printed = outcome(nodes)
+    assert codes == [0, -signal.SIGKILL], printed
+    assert re.search(GONE.format(1) + "\n" + r"phalanx: the ranks are started again on node 0 \(\S+\)\n", printed[0])
+    torch.testing.assert_close(weights(folder), undisturbed(tmp_path / "whole", 1, samples=8))
+
+
+def test_a_run_without_a_global_batch_size_is_not_started_on_a_varying_number_of_nodes(tmp_path: Path) -> None:
+    with several_nodes(2, *arguments(tmp_path), nodes="1:2") as nodes:
+        codes, printed = outcome(nodes)
+    assert codes == [78, 78], printed
+    assert "give Trainer(global_batch_size=...)" in printed[0]
+
+
+@pytest.mark.timeout(240)
+def test_after_a_cut_cable_one_host_goes_on_and_the_other_ends(tmp_path: Path) -> None:
+    if reason := reason_against():
+        pytest.skip(reason)
+    folder = tmp_path / "lost"
+    folder.mkdir()
+    launcher = tmp_path / "launch.py"
+    launcher.write_text(LAUNCH)
+    with two_hosts() as hosts:
+        nodes = hosts.start_launched(launcher, SCRIPT, arguments(folder, samples=8)[1:], folder, nodes="1:2")
+        wait_until(lambda: has_saved(folder, 8), seconds=90.0)
+        hosts.cut()
+        codes = ended(nodes, 90.0)
+    assert codes == [0, 1]
+    assert re.search(GONE.format(1), (folder / "host_0.txt").read_text())
+    torch.testing.assert_close(weights(folder), undisturbed(tmp_path / "whole", 1, samples=8))
