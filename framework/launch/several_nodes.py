@@ -89,7 +89,7 @@ class SeveralNodes(Nodes):
         self._read = AttemptRecords(-1, {})
         self._orders: dict[str, int] = {}
         self._over: Verdict | None = None
-        self._is_late = self._is_cut = False
+        self._is_cut = False
         self._thread = threading.Thread(target=self._run, name="phalanx-nodes", daemon=True)
 
     def meet(self, restarts: RestartPolicy, num_ranks: int, supervisor: Supervisor) -> Verdict | None:
@@ -199,8 +199,10 @@ class SeveralNodes(Nodes):
             ended = supervisor.pause(until=self._has_joined)
         if ended is not None or self._over is not None:
             return ended or self._over
+        if self._rendezvous is None:
+            return _failure(f"node 0 did not answer at {self._where} within {_join_time()}: see what it printed")
         if self._round is None:
-            return self._why_alone()
+            return self._lost_verdict(Verdict(0, "", failed=False), AttemptRecords(-1, {}))
         if was_spare or self._lost:
             names = ", ".join(map(str, self._round.names.values()))
             write_error(f"{self._lost}\nphalanx: the ranks are started again on {names}".lstrip())
@@ -211,18 +213,7 @@ class SeveralNodes(Nodes):
         """Whether this node has a place in a round, or it is known that it gets none."""
         if self._rendezvous is None and time.monotonic() > self._deadline:
             return True
-        return self._round is not None or self._over is not None or self._is_late or self._is_unreachable
-
-    def _why_alone(self) -> Verdict:
-        if self._rendezvous is None:
-            return _failure(f"node 0 did not answer at {self._where} within {_join_time()}: see what it printed")
-        if self._lost:
-            return Verdict(1, self._lost, failed=True)
-        if not self._is_late:
-            return self._lost_verdict(Verdict(0, "", failed=False), AttemptRecords(-1, {}))
-        there = {NodeName.read(address).number for address in self._rendezvous.present} | {self._options.number}
-        late = ", ".join(str(node) for node in range(self._options.most) if node not in there)
-        return _failure(f"node {late} did not join within {_join_time()}: see what it printed")
+        return self._round is not None or self._over is not None or self._is_unreachable
 
     def _has_met(self) -> bool:
         """Whether it is known that the attempt begins, or that it does not."""
@@ -264,8 +255,12 @@ class SeveralNodes(Nodes):
         """Take part in rounds until this launcher leaves. Node 0, which serves the store, waits until all have left."""
         try:
             while (rendezvous := self._connect()) is not None:
-                with contextlib.suppress(RendezvousClosedError):
-                    self._take_part(rendezvous)
+                try:
+                    with contextlib.suppress(RendezvousClosedError):
+                        self._take_part(rendezvous)
+                except RendezvousTimeoutError:
+                    self._over = self._too_few(rendezvous)
+                    break
                 self._over = self._over or _verdict_of_run(rendezvous.store)
                 has_failed = self._over is not None and self._over.failed
                 if self._farewell is not None or self.may_change or rendezvous.has_joined or not has_failed:
@@ -276,10 +271,16 @@ class SeveralNodes(Nodes):
                 time.sleep(_POLL_SECONDS)
             if rendezvous is not None:
                 self._leave(rendezvous)
-        except RendezvousTimeoutError:
-            self._is_late = True
         except (RendezvousError, dist.DistError):
             self._is_cut = True
+
+    def _too_few(self, rendezvous: NodeRendezvous) -> Verdict:
+        """Return the verdict if too few nodes have come: after a loss, the one on the attempt before."""
+        if self._lost:
+            return Verdict(1, self._lost, failed=True)
+        there = {NodeName.read(address).number for address in rendezvous.present} | {self._options.number}
+        late = ", ".join(str(node) for node in range(self._options.most) if node not in there)
+        return _failure(f"node {late} did not join within {_join_time()}: see what it printed")
 
     def _connect(self) -> NodeRendezvous | None:
         """Return the rendezvous; None if this launcher leaves before another process serves it."""

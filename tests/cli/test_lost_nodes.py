@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import py_compile
 import re
 import signal
 import subprocess
@@ -11,13 +12,21 @@ from typing import Any
 import host_run
 import pytest
 import torch
-from launched_nodes import LAUNCH, outcome, several_nodes
-from ranks import run_on_ranks, session_pids, wait_until
+from launched_nodes import LAUNCH, RANK, outcome, several_nodes, started
+from ranks import run_on_ranks, session_pids, started_script, wait_until
 from two_hosts import ended, reason_against, two_hosts
 
 SCRIPT = Path(host_run.__file__)
 STEPS = 40
 GONE = r"phalanx: node {} \(\S+\) does not answer: its launcher or its host has ended, or cannot be reached"
+
+
+@pytest.fixture
+def rank_script(tmp_path: Path) -> Path:
+    """Of byte code: no rank is forked, and torch is imported for none."""
+    (tmp_path / "rank.py").write_text(RANK)
+    py_compile.compile(str(tmp_path / "rank.py"), str(tmp_path / "rank.pyc"), doraise=True)
+    return tmp_path / "rank.pyc"
 
 
 def arguments(folder: Path, samples: int = 0, strategy: str = "ddp") -> list[str]:
@@ -40,6 +49,12 @@ def has_saved(folder: Path, step: int) -> bool:
     return any(folder.glob(f"phalanx_logs/*/checkpoints/*step={step}.ckpt"))
 
 
+def again(*numbers: int) -> str:
+    return (
+        "phalanx: the ranks are started again on " + ", ".join(rf"node {number} \(\S+\)" for number in numbers) + "\n"
+    )
+
+
 def kill(node: subprocess.Popen[str]) -> None:
     """Kill a launcher; the kernel kills its ranks."""
     node.kill()
@@ -60,11 +75,29 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_no_bit_changes(tmp_path: Pat
     assert codes == [0, -signal.SIGKILL, 0], printed
     assert left == [set(), set(), set()]
     assert "phalanx: node 2 waits, and takes part in the run if another one is lost\n" in printed[2]
-    again = r"phalanx: the ranks are started again on node 0 \(\S+\), node 2 \(\S+\)\n"
-    assert re.search(GONE.format(1) + "\n" + again, printed[0]), printed[0]
-    assert re.search(again, printed[2]), printed[2]
+    assert re.search(GONE.format(1) + "\n" + again(0, 2), printed[0]), printed[0]
+    assert re.search(again(0, 2), printed[2]), printed[2]
     whole = undisturbed(tmp_path / "whole", 2, strategy=strategy)
     torch.testing.assert_close(weights(folder), whole, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.timeout(240)
+def test_a_spare_that_is_lost_as_the_ranks_start_again_is_replaced_too(tmp_path: Path, rank_script: Path) -> None:
+    """And so is one whose launcher is started again."""
+    arguments = [str(rank_script), str(tmp_path), "wait", "-"]
+    with several_nodes(3, "--spares", "1", *arguments, nodes="2", temporary=tmp_path) as nodes:
+        wait_until(lambda: len(started(tmp_path)) == 2, seconds=90.0)
+        kill(nodes[1])
+        wait_until(lambda: "rank_1_1" in started(tmp_path), seconds=90.0)
+        address = str(nodes[0].args).partition("--rdzv', '")[2].partition("'")[0]
+        options = ["-n", "1", "--nodes", "2", "--spares", "1", "--node-rank", "1", "--rdzv", address]
+        with started_script(LAUNCH, *options, *arguments) as replacement:
+            kill(nodes[2])
+            wait_until(lambda: "rank_1_2" in started(tmp_path), seconds=90.0)
+            nodes[0].send_signal(signal.SIGTERM)
+            codes, printed = outcome([nodes[0], replacement])
+    assert codes == [75, 75], printed
+    assert re.search(GONE.format(2) + "\n" + again(0, 1), printed[0]), printed[0]
 
 
 @pytest.mark.timeout(240)
@@ -76,7 +109,7 @@ def test_fewer_ranks_go_on_with_the_same_global_batch(tmp_path: Path) -> None:
         kill(nodes[1])
         codes, printed = outcome(nodes)
     assert codes == [0, -signal.SIGKILL], printed
-    assert re.search(GONE.format(1) + "\n" + r"phalanx: the ranks are started again on node 0 \(\S+\)\n", printed[0])
+    assert re.search(GONE.format(1) + "\n" + again(0), printed[0]), printed[0]
     torch.testing.assert_close(weights(folder), undisturbed(tmp_path / "whole", 1, samples=8))
 
 
