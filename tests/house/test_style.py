@@ -90,6 +90,18 @@ def lacks_future_annotations(source: str) -> bool:
     return first is not None and ast.unparse(first) != "from __future__ import annotations"
 
 
+def imported_twice(source: str) -> set[str]:
+    """Return the names that a module imports both when it runs and for type checkers alone."""
+    body = ast.parse(source).body
+    guarded = [node for node in body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+
+    def names(nodes: list[ast.stmt]) -> set[str]:
+        found = (node.names for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+        return {alias.asname or alias.name for aliases in found for alias in aliases}
+
+    return names(body) & {name for node in guarded for name in names(node.body)}
+
+
 def shadows_the_standard_library(path: Path) -> bool:
     """Whether a file or folder is called like a module of the standard library, such as ``csv.py``."""
     return path.stem in sys.stdlib_module_names and path.stem != "__init__"
@@ -128,6 +140,11 @@ def test_modules_begin_with_future_annotations() -> None:
     # The templates of projects are copied to users, who write for their own version of Python.
     files = [path for path in [*CODE, *AROUND] if ROOT / "cli" / "templates" not in path.parents]
     assert not [str(path.relative_to(ROOT)) for path in files if lacks_future_annotations(path.read_text())]
+
+
+def test_a_name_is_imported_when_a_module_runs_or_for_type_checkers() -> None:
+    found = {str(path.relative_to(ROOT)): imported_twice(path.read_text()) for path in CODE}
+    assert not {path: names for path, names in found.items() if names}
 
 
 def test_no_file_is_called_like_the_standard_library() -> None:
@@ -191,5 +208,7 @@ def test_planted_faults_of_form_are_found() -> None:
     assert lacks_future_annotations('"""A module."""\nimport os\n')
     assert not lacks_future_annotations('"""A module."""\n\nfrom __future__ import annotations\n')
     assert not lacks_future_annotations('"""A module that holds nothing."""\n')
+    typed = "from a import A\nif TYPE_CHECKING:\n    from a import A, B\n    import c as d\nimport c\n"
+    assert imported_twice(typed) == {"A"}
     assert shadows_the_standard_library(Path("loggers/csv.py"))
     assert not shadows_the_standard_library(Path("loggers/csv_file.py"))
