@@ -20,8 +20,8 @@ from ..parallel.strategy import Strategy
 from ..state.hyperparameters import class_names, encode_known
 from ..state.module_state import extra_state, model_state
 from ..state.optimizer_state import optimizer_state, whole
+from .engine import Engine, FabricOptimizer, FabricScheduler
 from .module import engine_of, unwrap
-from .objects import Engine, FabricOptimizer, FabricScheduler
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 

@@ -64,10 +64,10 @@ from . import contents_of, publish_weights, snapshot_of
 from .checkpoints import Checkpoints, Location
 from .collectives import Ranks, all_reduce, broadcast, only_when, to_device
 from .contents import Filter, full_state
+from .engine import Engine, FabricScheduler
 from .loaders import FabricLoader, Sharing, skip_first_batches
 from .module import unwrap, wrap_module
 from .module_run import join_fabric
-from .objects import Engine, FabricScheduler
 from .prepared import Prepared
 from .reporting import Reporting, accepted
 from .setup import NoInitialization, check_objects, check_optimizer, engine_of_optimizer, wrap_optimizer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core.errors import ConfigurationError
 from ..core.precision import Precision, at_least_fp32
 from ..parallel.compilation import compilation_of
-from .objects import Engine
+from .engine import Engine
 from .window_rules import check_caller, check_single_pass
 
 M = TypeVar("M", bound=nn.Module)

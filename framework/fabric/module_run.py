@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError
 from ..core.progress import Progress
-from .objects import Engine
+from .engine import Engine
 
 
 class FabricRun:

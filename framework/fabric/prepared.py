@@ -11,10 +11,10 @@ from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
 from ..core.wording import a_type
 from ..parallel.strategy import Strategy
+from .engine import Engine, FabricOptimizer, FabricScheduler
 from .loaders import FabricLoader, Reading
 from .module import engine_of, unwrap
 from .module_run import leave_fabric
-from .objects import Engine, FabricOptimizer, FabricScheduler
 
 Chosen = tuple[FabricOptimizer, list[Tensor]]
 """An optimizer, and some of the parameters that it updates."""

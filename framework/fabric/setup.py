@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import check_kind, parameters_of
 from ..core.wording import a_type
+from .engine import Engine, FabricOptimizer
 from .module import FabricModule, unwrap
-from .objects import Engine, FabricOptimizer
 from .prepared import Prepared
 
 

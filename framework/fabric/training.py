@@ -14,8 +14,8 @@ from ..core.errors import NonFiniteError
 from ..parallel.gradient_operations import GradientOperations
 from ..window.passes import weighted
 from .collectives import Ranks
+from .engine import Engine
 from .gradient_window import GradientWindow, check_weight
-from .objects import Engine
 from .prepared import Chosen, Prepared
 from .window_rules import check_part, check_single_pass
 

@@ -11,8 +11,8 @@ from ..core.errors import ConfigurationError, LoopError
 from ..core.wording import a_type
 from ..parallel.sequence_part import SequencePart
 from ..parallel.strategy import Strategy
+from .engine import Engine
 from .gradient_window import GradientWindow
-from .objects import Engine
 
 
 def check_single_pass(strategy: Strategy, window: GradientWindow | None, verb: str) -> None:

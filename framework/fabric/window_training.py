@@ -20,8 +20,8 @@ from ..parallel.fresh_batches import fresh
 from ..parallel.sync_batch_norm import is_collective
 from ..window.passes import Passes, ZeroFiller
 from .collectives import Ranks, broadcast
+from .engine import Engine
 from .gradient_window import GradientWindow
-from .objects import Engine
 from .prepared import Prepared
 from .training import Training
 from .window_rules import check_micro_batches, check_part, loss_of, weights_in

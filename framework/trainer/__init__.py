@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .explicit_saves import save_ended_fit as save_ended_fit, write_pretrained as write_pretrained
     from .learning_rates import LearningRateTest as LearningRateTest, run_range_test as run_range_test
     from .run_documents import configuration as configuration, outcome as outcome
-    from .run_view import open_report as open_report
+    from .run_report import open_report as open_report
 
 _HOMES = {
     ".assembly": "assemble_evaluation assemble_fit",
@@ -40,7 +40,7 @@ _HOMES = {
     ".explicit_saves": "save_ended_fit write_pretrained",
     ".learning_rates": "LearningRateTest run_range_test",
     ".run_documents": "configuration outcome",
-    ".run_view": "open_report",
+    ".run_report": "open_report",
 }
 
 __getattr__ = on_call(__name__, _HOMES)

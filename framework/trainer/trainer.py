@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from ..watchdog.heartbeat import Heartbeat
     from .batch_sizes import BatchSizes
     from .learning_rates import LearningRates
-    from .run_view import RunReport
+    from .run_report import RunReport
     from .session import TrainerState
 
 _DEFAULT_NAME = "phalanx_logs"
