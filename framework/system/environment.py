@@ -210,11 +210,6 @@ def build_tools(default: str = "c++") -> tuple[str, list[str]]:
     return os.environ.get("CXX") or default, [flag for each in flags for flag in shlex.split(each)]
 
 
-def cuda_architectures() -> str:
-    """Return the architectures that the user wants CUDA extensions to be compiled for, or an empty string."""
-    return os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
-
-
 @contextlib.contextmanager
 def library_environment(**variables: str) -> Iterator[None]:
     """Set variables that a library reads, within the context. On PATH the interpreter's folder is first.
