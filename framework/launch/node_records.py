@@ -44,6 +44,8 @@ class NodeRecord:
     """A random value; that of rank 0 tells this start of the ranks from others."""
     progress: list[Any] = field(default_factory=list)
     """The ``progress`` of the launcher's ``RestartPolicy``: one that joins later takes over that of rank 0."""
+    makes_room: bool = False
+    """Whether the ranks are to save and end, as nodes wait for which there are places. Of rank 0 alone."""
     has_failed: bool = False
     """Whether ranks of the node have failed by themselves."""
     order: int = 0

@@ -83,7 +83,7 @@ class NodeRendezvous:
         self.address = NodeName(number, socket.gethostname()).address
         self.is_spare = False
         """Whether this launcher waits until it is offered a place."""
-        self.num_spares = 0
+        self.num_spares = self._known_spares = 0
         """The number of launchers that do, as last read by node 0."""
         self.has_joined = False
         """Whether this launcher has had a place in a round."""
@@ -114,6 +114,11 @@ class NodeRendezvous:
         state = self._handler._state_holder.state
         return {node.addr for node in {*state.participants, *state.wait_list}}
 
+    @property
+    def has_new_spares(self) -> bool:
+        """Whether spares have come since the round began, as last read by node 0. One that is lost is counted, too."""
+        return self.num_spares > self._known_spares
+
     def join(self) -> Round:
         """Leave the round that this node takes part in, if any, and wait for a place in the next one.
 
@@ -124,6 +129,7 @@ class NodeRendezvous:
             self._offer(self._most - len(self.present))
         info = self._handler.next_rendezvous()
         self._offer(0)
+        self._known_spares = self.num_spares
         self.has_joined = self._limits.are_short = True
         participants = dict(self._handler._state_holder.state.participants)
         return Round(info.store, info.rank, {rank: node.addr for node, rank in participants.items()})
@@ -177,6 +183,7 @@ class NodeRendezvous:
             store.add("offered", store.add("taken", 0) + places - store.add("offered", 0))
             for node in range(self._most):
                 store.add(f"came/{node}", 1)
+            self.num_spares = store.add("waiting", 0)
 
 
 class _Backend(C10dRendezvousBackend):

@@ -41,6 +41,10 @@ class Nodes:
         """Whether a node of the last attempt is lost, so that the same nodes cannot take part in another one."""
         return False
 
+    def makes_room(self) -> bool:
+        """Return whether the ranks are to save and end, so that further nodes take part in the next attempt."""
+        return False
+
     def regroup(self, message: str) -> bool:
         """Let the nodes that are left, and spares, meet for the next attempt; return whether they may be enough.
 

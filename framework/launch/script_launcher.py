@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..core.errors import ConfigurationError, PhalanxError
+from ..core.errors import ConfigurationError, PhalanxError, Preempted
 from ..core.interception import intercept_loop
 from ..core.wording import counted
 from ..report import amend_report, how_to_resume
@@ -100,12 +100,13 @@ def _run_attempts(
             may_follow = restarts.done < restarts.allowed or nodes.may_change or memory_link(directory).is_dir()
             verdict = launcher.run_attempt(context, is_last=not may_follow)
         ends = supervisor.is_shutting_down
-        if not ends and verdict.failed and nodes.has_lost:
-            # The loss of a node does not count as a restart.
-            if verdict.exit_code not in FINAL and nodes.regroup(verdict.message):
+        if not ends and verdict.failed and (nodes.has_lost or nodes.makes_room()):
+            # Neither the loss of a node nor another one that has come counts as a restart.
+            has_saved = nodes.makes_room() and verdict.exit_code == Preempted.exit_code
+            if (has_saved or verdict.exit_code not in FINAL) and nodes.regroup(verdict.message):
                 restarts.attempt += 1
                 continue
-            ends = True
+            ends = nodes.has_lost
         if not ends and verdict.failed and (size := smaller_micro_batch(context.directory)) is not None:
             write_error(
                 f"phalanx: a rank ran out of memory at step {verdict.step}: the ranks are started again with "
@@ -165,7 +166,9 @@ class _ScriptLauncher:
                 states = RankStates(context.directory, directory, lambda: self._supervisor.running)
                 with contextlib.closing(states):
                     nodes = self.nodes
-                    verdict = self._supervisor.watch(output.is_blocked, nodes.others_ended, nodes.report_failure)
+                    verdict = self._supervisor.watch(
+                        output.is_blocked, nodes.others_ended, nodes.report_failure, nodes.makes_room
+                    )
             except BaseException:
                 self._supervisor.stop()
                 raise

@@ -158,6 +158,14 @@ class SeveralNodes(Nodes):
         """Whether a node of the last attempt is lost, so that the same nodes cannot take part in another one."""
         return self._is_unreachable or bool(self._seen.lost)
 
+    def makes_room(self) -> bool:
+        """Return whether the ranks are to save and end, so that further nodes take part in the next attempt."""
+        rendezvous, record, seen = self._rendezvous, self._record, self._seen
+        if rendezvous is not None and record is not None and record.end is None and rendezvous.has_new_spares:
+            # Node 0 decides, and its record says so to all nodes, also once the attempt has ended.
+            self._record = replace(record, makes_room=len(seen.names) < self._options.most)
+        return 0 in seen.records and seen.records[0].makes_room
+
     def regroup(self, message: str) -> bool:
         """Let the nodes that are left, and spares, meet for the next attempt; return whether they may be enough.
 

@@ -120,6 +120,7 @@ class Supervisor:
         is_output_blocked: Callable[[], bool] = lambda: False,
         others_ended: Callable[[], int | None] = lambda: None,
         report_failure: Callable[[], None] = lambda: None,
+        has_to_save: Callable[[], bool] = lambda: False,
     ) -> Verdict:
         """Wait until all ranks have ended, and return the verdict; when one fails, end the others.
 
@@ -128,7 +129,9 @@ class Supervisor:
                 count as stalled: they wait for the screen.
             others_ended: returns the exit code for which ranks of other nodes have ended, or None.
             report_failure: called as soon as a rank has failed, before the others are ended.
+            has_to_save: whether the ranks are to save and end, as if they were preempted.
         """
+        is_asked = False
         while self._poll():
             # Failures are checked first: an error on one rank explains the silence of the others, which wait for it.
             if self._has_failure():
@@ -137,6 +140,10 @@ class Supervisor:
                 self.stop()
             elif self._is_overdue() or self._others_failed(others_ended()):
                 self.stop()
+            elif not is_asked and has_to_save() and self._attempt.is_in_stage:
+                is_asked = True
+                for rank in self._attempt.ranks:
+                    rank.send(signal.SIGTERM)
             elif not is_output_blocked() and self._has_stalled():
                 # Python handlers do not run in a rank that hangs in a collective, so SIGTERM would have no effect.
                 self._kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import py_compile
 import re
 import signal
@@ -29,14 +30,16 @@ def rank_script(tmp_path: Path) -> Path:
     return tmp_path / "rank.pyc"
 
 
-def arguments(folder: Path, samples: int = 0, strategy: str = "ddp") -> list[str]:
-    return [str(SCRIPT), str(folder), strategy, "0", "1", str(STEPS), "0.05", str(samples)]
+def arguments(folder: Path, samples: int = 0, strategy: str = "ddp", steps: int = STEPS) -> list[str]:
+    return [str(SCRIPT), str(folder), strategy, "0", "1", str(steps), "0.05", str(samples)]
 
 
-def undisturbed(folder: Path, ranks: int, samples: int = 0, strategy: str = "ddp") -> dict[str, Any]:
+def undisturbed(
+    folder: Path, ranks: int, samples: int = 0, strategy: str = "ddp", steps: int = STEPS
+) -> dict[str, Any]:
     """Return the weights of the same run, on ranks of one node."""
     folder.mkdir()
-    run_on_ranks(ranks, host_run.main, folder, strategy, ranks, 1, STEPS, 0.0, float(samples), timeout=60.0)
+    run_on_ranks(ranks, host_run.main, folder, strategy, ranks, 1, steps, 0.0, float(samples), timeout=60.0)
     return weights(folder)
 
 
@@ -47,6 +50,18 @@ def weights(folder: Path) -> dict[str, Any]:
 
 def has_saved(folder: Path, step: int) -> bool:
     return any(folder.glob(f"phalanx_logs/*/checkpoints/*step={step}.ckpt"))
+
+
+def sizes(folder: Path) -> list[int]:
+    """Return the number of ranks of each optimizer step, of those done again the last."""
+    lines = (folder / "losses_0.jsonl").read_text().splitlines()
+    return list({step: size for step, _, size, _ in map(json.loads, lines)}.values())
+
+
+def address_of(node: subprocess.Popen[str]) -> str:
+    """Return the value of ``--rdzv``."""
+    given = [str(each) for each in node.args] if isinstance(node.args, list) else []
+    return given[given.index("--rdzv") + 1]
 
 
 def again(*numbers: int) -> str:
@@ -89,8 +104,7 @@ def test_a_spare_that_is_lost_as_the_ranks_start_again_is_replaced_too(tmp_path:
         wait_until(lambda: len(started(tmp_path)) == 2, seconds=90.0)
         kill(nodes[1])
         wait_until(lambda: "rank_1_1" in started(tmp_path), seconds=90.0)
-        address = str(nodes[0].args).partition("--rdzv', '")[2].partition("'")[0]
-        options = ["-n", "1", "--nodes", "2", "--spares", "1", "--node-rank", "1", "--rdzv", address]
+        options = ["-n", "1", "--nodes", "2", "--spares", "1", "--node-rank", "1", "--rdzv", address_of(nodes[0])]
         with started_script(LAUNCH, *options, *arguments) as replacement:
             kill(nodes[2])
             wait_until(lambda: "rank_1_2" in started(tmp_path), seconds=90.0)
@@ -101,16 +115,26 @@ def test_a_spare_that_is_lost_as_the_ranks_start_again_is_replaced_too(tmp_path:
 
 
 @pytest.mark.timeout(240)
-def test_fewer_ranks_go_on_with_the_same_global_batch(tmp_path: Path) -> None:
+def test_fewer_ranks_go_on_with_the_same_global_batch_and_more_once_a_node_has_come(tmp_path: Path) -> None:
     folder = tmp_path / "lost"
     folder.mkdir()
-    with several_nodes(2, *arguments(folder, samples=8), nodes="1:2", temporary=tmp_path) as nodes:
+    given = arguments(folder, samples=8, steps=400)
+    with several_nodes(2, *given, nodes="1:2", temporary=tmp_path) as nodes:
         wait_until(lambda: has_saved(folder, 8), seconds=90.0)
         kill(nodes[1])
-        codes, printed = outcome(nodes)
-    assert codes == [0, -signal.SIGKILL], printed
+        wait_until(lambda: sizes(folder)[-1] == 1, seconds=90.0)
+        options = ["-n", "1", "--nodes", "1:2", "--node-rank", "1", "--rdzv", address_of(nodes[0])]
+        with started_script(LAUNCH, *options, *given, env={"GLOO_SOCKET_IFNAME": "lo"}) as replacement:
+            wait_until(lambda: sizes(folder)[-1] == 2, seconds=90.0)
+            (folder / host_run.ENOUGH).touch()
+            codes, printed = outcome([nodes[0], replacement])
+    assert codes == [0, 0], printed
     assert re.search(GONE.format(1) + "\n" + again(0), printed[0]), printed[0]
-    torch.testing.assert_close(weights(folder), undisturbed(tmp_path / "whole", 1, samples=8))
+    # What was interrupted as the node came back was saved.
+    saved = r"SIGTERM came: stopped after optimizer step \d+, and saved .*\n"
+    assert re.search(saved + again(0, 1), printed[0]), printed[0]
+    steps = len(sizes(folder))
+    torch.testing.assert_close(weights(folder), undisturbed(tmp_path / "whole", 1, samples=8, steps=steps))
 
 
 def test_a_run_without_a_global_batch_size_is_not_started_on_a_varying_number_of_nodes(tmp_path: Path) -> None:
