@@ -41,7 +41,7 @@ class LateUpdate(EngineUpdate):
         self.holds_gradients = True
         self._set_boundary(True)
         with engine_runs:
-            self._stage.reduce(self.engine)
+            self._stage.reduce()
 
     def _close(self) -> None:
         raise ConfigurationError(

@@ -44,7 +44,7 @@ class LentState(MutableMapping[Any, Any]):
         pieces = [(number, piece) for number, group in enumerate(held.groups.groups) for piece in group]
         self._places = {id(piece.parameter): (number, piece) for number, piece in pieces}
         self._trained = [one for one in parameters_of(optimizer) if id(one) in self._places]
-        self._numbers: tuple[Any, Any] | None = None
+        self._scalars: tuple[Any, Any] | None = None
         # Slots that were read or set, by the id of their parameter; empty ones were removed.
         self._lent: dict[int, dict[str, Any]] = {}
         self._other: dict[Any, Any] = {}
@@ -86,14 +86,14 @@ class LentState(MutableMapping[Any, Any]):
 
     def forget(self) -> None:
         """Forget what was lent, which an update has changed."""
-        self._numbers = None
+        self._scalars = None
         self._lent.clear()
         if self._optimizer is not None and self._optimizer.state is not self:
             self._install()
 
     def close(self) -> None:
         """Release the engine; later reads raise an error."""
-        self._held = self._optimizer = self._numbers = None
+        self._held = self._optimizer = self._scalars = None
         self._places.clear()
         self._trained.clear()
         self._lent.clear()
@@ -101,15 +101,15 @@ class LentState(MutableMapping[Any, Any]):
     # ---- for user code --------------------------------------------------------------------------------------------
 
     def _known(self) -> tuple[Any, Any]:
-        if self._numbers is None:
-            self._numbers = self._engine().numbers()
-        return self._numbers
+        if self._scalars is None:
+            self._scalars = self._engine().scalars()
+        return self._scalars
 
     def _is_held(self, parameter: Any) -> bool:
-        numbers, _ = self._known()
+        scalars, _ = self._known()
         if id(parameter) in self._lent:
             return bool(self._lent[id(parameter)])
-        return numbers[id(parameter)] is not None
+        return scalars[id(parameter)] is not None
 
     @torch.no_grad()
     def __getitem__(self, key: Any) -> Any:
@@ -117,8 +117,8 @@ class LentState(MutableMapping[Any, Any]):
         if id(key) not in self._places:
             return self._other.setdefault(key, {})
         if id(key) not in self._lent:
-            numbers, flat = self._known()
-            own = numbers[id(key)]
+            scalars, flat = self._known()
+            own = scalars[id(key)]
             number, piece = self._places[id(key)]
             # Several parameters may have the same object.
             slots = {} if own is None else {**copy.deepcopy(own), **held.full_slots(number, piece, flat[number])}

@@ -2,7 +2,7 @@
 
 DeepSpeed gives its optimizer one flat tensor for a group of parameters, with one step counter. Once a parameter has no
 gradient in a window, the optimizer steps on the pieces of the others, each with its range of the flat state and its own
-numbers, such as a step counter. Updates in which all parameters have gradients from the start need none of this.
+scalars, such as a step counter. Updates in which all parameters have gradients from the start need none of this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .flat_groups import FlatGroups, Piece, is_flat
 
-Numbers = Mapping[str, Any]
+Scalars = Mapping[str, Any]
 """The slots of a parameter that are no ranges of flat tensors, such as its step counter."""
 
 
@@ -29,9 +29,9 @@ class PartialSteps:
 
     def __init__(self, groups: FlatGroups) -> None:
         self._groups, self._inner = groups, groups.inner
-        self._numbers = {id(flat): number for number, flat in enumerate(groups.flats)}
+        self._group_of = {id(flat): number for number, flat in enumerate(groups.flats)}
         # None for a parameter without state, since no update has changed it.
-        self._own: dict[int, Numbers | None] = {}
+        self._own: dict[int, Scalars | None] = {}
         self._unused: Set[int] = frozenset()
         self._unused_by_all: Set[int] | None = None
         self._stepping: list[tuple[Any, Piece, nn.Parameter]] = []
@@ -43,20 +43,20 @@ class PartialSteps:
         """Leave parameters out of the next update; see ``EngineState.leave_out``."""
         self._unused, self._unused_by_all = unused, by_all
 
-    def numbers_of(self, parameter: Tensor, shared: Numbers | None) -> Numbers | None:
-        """Return the numbers of a parameter; ``shared``, those of its group, if it has none of its own."""
+    def scalars_of(self, parameter: Tensor, shared: Scalars | None) -> Scalars | None:
+        """Return the scalars of a parameter; ``shared``, those of its group, if it has none of its own."""
         return self._own.get(id(parameter), shared)
 
-    def load(self, parameter: Tensor, numbers: Numbers | None) -> None:
-        """Set the numbers of a parameter; None if it has no state."""
-        self._own[id(parameter)] = numbers
+    def load(self, parameter: Tensor, scalars: Scalars | None) -> None:
+        """Set the scalars of a parameter; None if it has no state."""
+        self._own[id(parameter)] = scalars
 
     def settle(self, number: int) -> None:
-        """Give the parameters of a group numbers of their own, before those of the group change."""
+        """Give the parameters of a group scalars of their own, before those of the group change."""
         flat = self._groups.flats[number]
         for piece in self._groups.groups[number]:
             if id(piece.parameter) not in self._own:
-                self._own[id(piece.parameter)] = copy.deepcopy(shared_numbers(self._inner.state.get(flat)))
+                self._own[id(piece.parameter)] = copy.deepcopy(shared_scalars(self._inner.state.get(flat)))
 
     def _begin(self, optimizer: Any, *_: Any) -> None:
         if optimizer is not self._inner:
@@ -66,7 +66,7 @@ class PartialSteps:
             group["params"] = [one for flat in group["params"] for one in self._pieces(flat)]
 
     def _pieces(self, flat: Any) -> list[Any]:
-        number = self._numbers.get(id(flat))
+        number = self._group_of.get(id(flat))
         if number is None:
             return [flat]
         found = []
@@ -103,7 +103,7 @@ class PartialSteps:
             group["params"] = params
         for flat, piece, view in self._stepping:
             own, state = self._inner.state.pop(view, {}), self._inner.state[flat]
-            numbers = {}
+            scalars = {}
             for slot, value in own.items():
                 if isinstance(value, Tensor) and slot != "step" and value.shape == view.shape:
                     if slot not in state:
@@ -112,12 +112,12 @@ class PartialSteps:
                     if part.data_ptr() != value.data_ptr():
                         part.copy_(value)
                 else:
-                    state[slot] = numbers[slot] = value
+                    state[slot] = scalars[slot] = value
             if piece.length:
-                self._own[id(piece.parameter)] = numbers
+                self._own[id(piece.parameter)] = scalars
         self._stepping.clear()
 
 
-def shared_numbers(state: Mapping[str, Any] | None) -> Numbers | None:
-    """Return the numbers in the state of a flat tensor; None if it has no state."""
+def shared_scalars(state: Mapping[str, Any] | None) -> Scalars | None:
+    """Return the scalars in the state of a flat tensor; None if it has no state."""
     return {slot: value for slot, value in state.items() if not is_flat(value)} if state else None

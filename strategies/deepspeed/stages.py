@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence, Set
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -91,7 +90,7 @@ class Stage:
     def keep_gradients(self) -> None:
         """Add up the gradients of backward passes on each rank, until ``reduce``."""
 
-    def reduce(self, engine: Any) -> None:
+    def reduce(self) -> None:
         """Average the gradients that backward passes have left over the ranks. Collective."""
         raise NotImplementedError
 
@@ -164,7 +163,7 @@ class SplitGradients(Stage):
         self._process = self.zero.process_gradients
         self.zero.process_gradients = self._arrive
         self.zero.reduce_ready_partitions_and_remove_grads = self._reduce_ready
-        update.engine.allreduce_gradients = partial(self.reduce, update.engine)
+        update.engine.allreduce_gradients = self.reduce
 
     def begin_pass(self) -> None:
         self._next = 0
@@ -240,14 +239,14 @@ class SplitGradients(Stage):
         # With the copy in the bucket, the gradient's own memory is freed.
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, group)
 
-    def reduce(self, engine: Any) -> None:
+    def reduce(self) -> None:
         """Average the gradients that the hooks have left, as DeepSpeed does at the end of a backward pass. Collective.
 
         All ranks reduce the same parameters in the same order: one that a rank has not used has a gradient of zero. So
         there is nothing for ``clear_unused`` and ``complete`` to do.
         """
         zero = self.zero
-        ends = engine.is_gradient_accumulation_boundary()
+        ends = self.update.engine.is_gradient_accumulation_boundary()
         zero.set_gradient_accumulation_boundary(ends)
         if not (ends or zero.partition_gradients):
             return
@@ -385,7 +384,7 @@ class SplitParameters(Stage):
             known.add(id(parameter))
         self._reduce_one(parameter)
 
-    def reduce(self, engine: Any) -> None:
+    def reduce(self) -> None:
         """Complete the gradients, which backward passes have reduced."""
         if not (self.zero.offload_optimizer or self.zero.averaged_gradients):
             # No pass has run.
@@ -495,8 +494,8 @@ class WholeGradients(Stage):
         buffer = self.zero.fp32_groups_gradients[group][place]
         buffer.copy_(gradient.reshape(buffer.shape))
 
-    def reduce(self, engine: Any) -> None:
-        engine.allreduce_gradients()
+    def reduce(self) -> None:
+        self.update.engine.allreduce_gradients()
 
     def begin_update(self) -> None:
         # The engine looks for an overflow in the gradients that this rank has used: all ranks must look at all.

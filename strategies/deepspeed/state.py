@@ -39,8 +39,8 @@ from .flat_groups import (
     write_piece,
 )
 from .lent_state import LentState
-from .partial_steps import Numbers, PartialSteps, shared_numbers
-from .state_slots import are_equal, as_sent, filled_slots, numbers_in, saved_slot, step_counter
+from .partial_steps import PartialSteps, Scalars, shared_scalars
+from .state_slots import are_equal, as_sent, filled_slots, saved_slot, scalars_in, step_counter
 
 if TYPE_CHECKING:
     from .sharded import Gathering
@@ -123,10 +123,10 @@ class EngineState(PartitionedState):
             by_all: those that no rank has used; None if that is not known.
         """
         if unused or self.partial_steps is not None:
-            self._own_numbers().leave_out(unused, by_all)
+            self._stepping_on_pieces().leave_out(unused, by_all)
 
-    def _own_numbers(self) -> PartialSteps:
-        """Let the engine's optimizer step on pieces, each with numbers of its own, from now on."""
+    def _stepping_on_pieces(self) -> PartialSteps:
+        """Let the engine's optimizer step on pieces, each with scalars of its own, from now on."""
         if self.partial_steps is None:
             self.partial_steps = PartialSteps(self.groups)
         return self.partial_steps
@@ -196,14 +196,14 @@ class EngineState(PartitionedState):
         """Yield each parameter that has state, and this rank's pieces of its slots. Collective."""
         if self.lent is not None:
             self.lent.take_back()
-        numbers, _ = self.numbers()
+        scalars, _ = self.scalars()
         for number, pieces in enumerate(self.groups.groups):
             with self.groups.opened(number) as (flat, slots):
                 if not slots:
                     continue
                 swapped = self.groups.swapped(number)
                 for piece in pieces:
-                    own = numbers[id(piece.parameter)]
+                    own = scalars[id(piece.parameter)]
                     if own is not None:
                         found = {**{slot: value for slot, value in slots.items() if is_flat(value)}, **own}
                         yield (
@@ -211,27 +211,27 @@ class EngineState(PartitionedState):
                             {slot: saved_slot(slot, value, flat, piece, swapped) for slot, value in found.items()},
                         )
 
-    def numbers(self) -> tuple[dict[int, Numbers | None], list[dict[str, torch.dtype]]]:
+    def scalars(self) -> tuple[dict[int, Scalars | None], list[dict[str, torch.dtype]]]:
         """Return what each parameter's state has apart from ranges of flat tensors, and those by group. Collective.
 
         Returns:
-            The numbers of each parameter by ``id``, None if it has no state, and the dtype of the flat tensors of each
+            The scalars of each parameter by ``id``, None if it has no state, and the dtype of the flat tensors of each
             group by slot.
         """
         mine: list[tuple[dict[str, torch.dtype], dict[int, Any]]] = []
         for number, pieces in enumerate(self.groups.groups):
             state = self.groups.inner.state.get(self.groups.flats[number]) or {}
             # Pickled once, however many parameters have it.
-            shared = as_sent(shared_numbers(state))
+            shared = as_sent(shared_scalars(state))
             own = {place: shared for place, piece in enumerate(pieces) if piece.length}
             if self.partial_steps is not None:
-                known = shared_numbers(state)
-                own = {place: as_sent(self.partial_steps.numbers_of(pieces[place].parameter, known)) for place in own}
+                known = shared_scalars(state)
+                own = {place: as_sent(self.partial_steps.scalars_of(pieces[place].parameter, known)) for place in own}
             mine.append(({slot: one.dtype for slot, one in state.items() if is_flat(one)}, own))
-        found: dict[int, Numbers | None] = {}
+        found: dict[int, Scalars | None] = {}
         flat: list[dict[str, torch.dtype]] = []
         for pieces, sent in zip(self.groups.groups, zip(*self.world.all_gather_object(mine), strict=True), strict=True):
-            own = {place: numbers for _, held in sent for place, numbers in held.items()}
+            own = {place: scalars for _, held in sent for place, scalars in held.items()}
             flat.append({slot: dtype for slots, _ in sent for slot, dtype in slots.items()})
             found |= {id(piece.parameter): own.get(place) for place, piece in enumerate(pieces)}
         return found, flat
@@ -288,24 +288,24 @@ class EngineState(PartitionedState):
             theirs = [(piece, slots.get(id(piece.parameter), {})) for piece in pieces]
             with self.groups.opened(number, write=True) as (flat, own):
                 key = self.groups.flats[number]
-                self._load_numbers(number, theirs)
+                self._load_scalars(number, theirs)
                 fresh = filled_slots(theirs, flat, own, inner)
                 if fresh:
                     inner.state[key] = fresh
                 else:
                     inner.state.pop(key, None)
 
-    def _load_numbers(self, number: int, theirs: Sequence[tuple[Piece, Slots]]) -> None:
-        """Load the numbers of a group's parameters one by one, if they are not all the same."""
-        found = [(piece, numbers_in(slots, piece.parameter)) for piece, slots in theirs]
+    def _load_scalars(self, number: int, theirs: Sequence[tuple[Piece, Slots]]) -> None:
+        """Load the scalars of a group's parameters one by one, if they are not all the same."""
+        found = [(piece, scalars_in(slots, piece.parameter)) for piece, slots in theirs]
         if self.partial_steps is not None or not all(are_equal(one, found[0][1]) for _, one in found):
-            for piece, numbers in found:
-                self._set_numbers(piece, numbers, self.groups.flats[number])
+            for piece, scalars in found:
+                self._set_scalars(piece, scalars, self.groups.flats[number])
 
-    def _set_numbers(self, piece: Piece, numbers: Numbers | None, flat: Tensor) -> None:
-        if numbers is not None and numbers.get("step") is not None:
-            numbers = {**numbers, "step": step_counter(float(numbers["step"]), flat, self.groups.inner)}
-        self._own_numbers().load(piece.parameter, numbers)
+    def _set_scalars(self, piece: Piece, scalars: Scalars | None, flat: Tensor) -> None:
+        if scalars is not None and scalars.get("step") is not None:
+            scalars = {**scalars, "step": step_counter(float(scalars["step"]), flat, self.groups.inner)}
+        self._stepping_on_pieces().load(piece.parameter, scalars)
 
     # ---- state that user code reads and writes --------------------------------------------------------------------
 
@@ -339,19 +339,19 @@ class EngineState(PartitionedState):
             with self.groups.opened(number, write=True) as (flat, own):
                 for piece in theirs:
                     slots = given[id(piece.parameter)]
-                    known = shared_numbers(inner.state.get(key))
+                    known = shared_scalars(inner.state.get(key))
                     if self.partial_steps is not None:
-                        known = self.partial_steps.numbers_of(piece.parameter, known)
-                    numbers = numbers_in(slots, piece.parameter)
-                    if not are_equal(numbers, known):
-                        self._own_numbers().settle(number)
-                        self._set_numbers(piece, numbers, key)
+                        known = self.partial_steps.scalars_of(piece.parameter, known)
+                    scalars = scalars_in(slots, piece.parameter)
+                    if not are_equal(scalars, known):
+                        self._stepping_on_pieces().settle(number)
+                        self._set_scalars(piece, scalars, key)
                     if slots and not own:
                         # Where the group steps as a whole, these are those of all its parameters.
                         assert self.partial_steps is not None
-                        own = inner.state[key] = dict(self.partial_steps.numbers_of(piece.parameter, None) or {})
+                        own = inner.state[key] = dict(self.partial_steps.scalars_of(piece.parameter, None) or {})
                     for slot, value in slots.items():
-                        if slot not in (numbers or ()):
+                        if slot not in (scalars or ()):
                             self._write_slot(own, slot, value, flat, piece)
 
     @staticmethod
@@ -367,9 +367,9 @@ class EngineState(PartitionedState):
 
 def _check_shapes(parameter: Tensor, slots: Slots) -> None:
     """Refuse state of a parameter with other shapes, which the engine cannot divide as it does the parameter."""
-    numbers = numbers_in(slots, parameter) or {}
+    scalars = scalars_in(slots, parameter) or {}
     for slot, value in slots.items():
-        if isinstance(value, Tensor) and slot not in numbers and tuple(value.shape) != tuple(full_shape(parameter)):
+        if isinstance(value, Tensor) and slot not in scalars and tuple(value.shape) != tuple(full_shape(parameter)):
             raise ConfigurationError(
                 f"optimizer.state has a tensor of {tuple(value.shape)} in {slot!r} of a parameter of "
                 f"{tuple(full_shape(parameter))}, and DeepSpeed's engine divides state as it does parameters: give a "

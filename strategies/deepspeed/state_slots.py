@@ -14,7 +14,7 @@ from ...framework.parallel.canonical_state import Slots, is_stored
 from .flat_groups import Piece, full_shape
 
 # Slots without dims of torch's optimizers.
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def counts_in_ints(optimizer: Any) -> bool:
@@ -32,27 +32,27 @@ def saved_slot(slot: str, value: Any, flat: Tensor, piece: Piece, swapped: bool)
     return value
 
 
-def numbers_in(slots: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
+def scalars_in(slots: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
     """Return the slots of a parameter that have no value for each of its elements; None without any slots."""
     without_dims = not full_shape(parameter)
     found = {}
     for slot, value in slots.items():
         # A parameter without dims has moments without dims.
-        is_moment = isinstance(value, Tensor) and (value.dim() > 0 or (without_dims and slot not in _NUMBERS))
+        is_moment = isinstance(value, Tensor) and (value.dim() > 0 or (without_dims and slot not in _SCALARS))
         if value is not None and not is_moment and not is_stored(value):
             found[slot] = value
     return found if slots else None
 
 
-def as_sent(numbers: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a copy of numbers for other processes, which may have other devices."""
-    if numbers is None:
+def as_sent(scalars: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a copy of scalars for other processes, which may have other devices."""
+    if scalars is None:
         return None
-    return {slot: one.to("cpu", copy=True) if isinstance(one, Tensor) else one for slot, one in numbers.items()}
+    return {slot: one.to("cpu", copy=True) if isinstance(one, Tensor) else one for slot, one in scalars.items()}
 
 
 def are_equal(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Whether two parameters have the same numbers, in whatever types."""
+    """Whether two parameters have the same scalars, in whatever types."""
     if one is None or other is None:
         return one is other
     plain = [{slot: v.item() if isinstance(v, Tensor) else v for slot, v in each.items()} for each in (one, other)]
@@ -87,8 +87,8 @@ def filled_slots(
         for slot, value in slots.items():
             if slot == "step" or value is None:
                 continue
-            if isinstance(value, Tensor) and not full_shape(piece.parameter) and slot not in _NUMBERS:
-                # A parameter without dims has moments without dims, which a checkpoint stores like numbers.
+            if isinstance(value, Tensor) and not full_shape(piece.parameter) and slot not in _SCALARS:
+                # A parameter without dims has moments without dims, which a checkpoint stores like scalars.
                 value = HeldShard(Shard.whole(value.detach()))
             if not is_stored(value):
                 filled.setdefault(slot, value)

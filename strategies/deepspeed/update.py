@@ -257,7 +257,7 @@ class EngineUpdate(GradientOperations):
         """End the window here: reduce what was added up so far. Later passes add to it. Collective."""
         self.sync(True)
         self._begin()
-        self._stage.reduce(self.engine)
+        self._stage.reduce()
         self._end()
 
     # ---- all gradients --------------------------------------------------------------------------------------------
