@@ -112,7 +112,8 @@ class NodeRendezvous:
         """The addresses of the nodes that are alive and in the round, or joining the next one. As last read."""
         # Private, as torch has no other way to learn which nodes are there. It has removed those that are lost.
         state = self._handler._state_holder.state
-        return {node.addr for node in {*state.participants, *state.wait_list}}
+        # Copied first: a thread of torch's may remove nodes meanwhile.
+        return {node.addr for node in list(state.participants) + list(state.wait_list)}
 
     @property
     def has_new_spares(self) -> bool:

@@ -280,7 +280,10 @@ class SeveralNodes(Nodes):
             if rendezvous is not None:
                 self._leave(rendezvous)
         except (RendezvousError, dist.DistError):
-            self._is_cut = True
+            pass
+        finally:
+            # After any error: the main thread would wait for this one.
+            self._is_cut = self._farewell is None
 
     def _too_few(self, rendezvous: NodeRendezvous) -> Verdict:
         """Return the verdict if too few nodes have come: after a loss, the one on the attempt before."""
