@@ -143,7 +143,7 @@ def _stages(commands: Any) -> None:
 
 
 def _launch(commands: Any) -> None:
-    text = "run a script on several ranks, on several nodes, or as a job"
+    text = "run a script with its arguments on several ranks or nodes, or as a job"
     example = "phalanx launch -n 8 --nodes 2 --node-rank 0 --rdzv host-a:29500 train.py"
     parser = add_command(commands, "launch", "launch:run_or_write", text, example, has_json=False)
     parser.usage = "phalanx launch [options] SCRIPT ..."
@@ -163,7 +163,8 @@ def _launch(commands: Any) -> None:
     add("--image", metavar="IMAGE", help="container image, for kubernetes")
     add("--cpu", action="store_true", help="request no GPUs for the job")
     add("--json", action="store_true", help="describe the job in JSON")
-    add("script", metavar="SCRIPT", help="its arguments follow; the Trainer takes all ranks")
+    # Its line would not fit on a screen of 24 lines.
+    add("script", metavar="SCRIPT", help=argparse.SUPPRESS)
     # Not required, as an error about a missing script would name it otherwise.
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
 
