@@ -38,6 +38,11 @@ class Progress:
     """Number of hooks ``on_train_epoch_start`` that have begun in this epoch, the running one included."""
 
     @property
+    def attempts(self) -> int:
+        """The former name of ``steps_reached``."""
+        return self.steps_reached
+
+    @property
     def epochs_done(self) -> int:
         """The number of epochs that have ended."""
         return self.epoch + self.epoch_ended

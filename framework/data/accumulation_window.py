@@ -238,10 +238,12 @@ class Windows:
 
     def _read_ahead(self, size: int) -> int:
         """Read the next ``size`` batches without consuming them; return how many of them this rank has."""
-        own = []
+        own, is_assured = [], self.assures(size)
         for _ in range(size):
             item = self._ahead.popleft() if self._ahead else next(self._iterator, _END)
             if item is _END:
+                if is_assured:
+                    raise self._ended_early()
                 break
             if item is not NO_BATCH:
                 own.append(item)

@@ -146,10 +146,10 @@ class CollectiveTrace:
         return call
 
     def _before(self, real: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def call(*numbers: Sequence[float]) -> Any:
+        def call(*args: Any) -> Any:
             if not getattr(self._inside, "collective", False):
-                self.compare(kind, counted(len(numbers[0]), "number") if numbers else "", None)
-            return real(*numbers)
+                self.compare(kind, counted(len(args[0]), "number") if args else "", None)
+            return real(*args)
 
         return call
 

@@ -13,8 +13,8 @@ With a loss scale ``Updater`` checks gradients before each update in any case, a
 overflow. A strategy that scales losses itself checks gradients itself, and this file does not.
 
 - On a CPU, losses are read anyway. A non-finite loss needs no message of its own: it is part of a message that the step
-  exchanges in any case. That is the flag that ``ddp`` reduces with the gradients, or the message in which ranks under
-  other strategies report whether they had a loss. Where the check precedes the update, the weights are still good.
+  exchanges in any case, in which ranks report whether they had a loss. Where the check precedes the update, the weights
+  are still good.
 - On CUDA, reading a loss or the result of a check would make the host wait for the device. ``raise`` never does:
   losses are copied in the background. By then weights may have been updated from them, so a run resumes from its newest
   checkpoint. ``skip`` waits, once in each step.

@@ -2,8 +2,9 @@
 
 Any rank may raise a named trigger at any moment; all ranks see it at the same step boundary. The numbers that ranks
 must agree on form one ``ControlVector``, which is summed over the ranks on a separate CPU group. Its reduction starts
-with a window and is read before the window's first backward pass, so it hides behind the forward pass. A second
-exchange, of the names, happens only if a rank has raised a trigger. In one process nothing is exchanged.
+with a window, and is read before the window's first backward pass or, where nothing depends on it before, after the
+last one: it hides behind the passes. A second exchange, of the names, happens only if a rank has raised a trigger. In
+one process nothing is exchanged.
 
 A rank without data reads the sums before its first forward pass, to decide which passes it runs. Passes may contain
 collectives, so the second exchange is a call of its own, which every rank makes after all passes of its window.
@@ -223,15 +224,18 @@ class Triggers:
             total.assures_next == size,
         )
 
-    def check_step(self) -> None:
+    def check_step(self, is_alone: bool = False) -> None:
         """Check that all ranks are at the same optimizer step, once ``agreement`` has returned. Collective if not.
+
+        Args:
+            is_alone: whether other ranks may check at another point, so that no collective may follow.
 
         Raises:
             DesyncError: they are not.
         """
         if (total := self._read) is not None and self.world.size * total.step_squared != total.step * total.step:
             self._launched = self._read = None
-            raise self._out_of_step()
+            raise self._out_of_step(total.step / self.world.size if is_alone else None)
 
     def exchange(self) -> None:
         """Run the exchanges that follow from the result of ``agreement``, of triggers among others. Collective.
@@ -258,14 +262,17 @@ class Triggers:
         if size * squared > own * own and self.pace.differs(self._step, size, own, squared):
             self._note(self.pace.straggler(self.world.all_gather_object(self.pace.own)))
 
-    def _out_of_step(self) -> DesyncError:
-        """Return the error that names the first rank at another step. Collective."""
-        steps = self.world.all_gather_object(self._step)
-        other = next(rank for rank, step in enumerate(steps) if step != steps[0])
+    def _out_of_step(self, mean: float | None) -> DesyncError:
+        """Return the error that names the first rank at another step. Collective unless the mean of all is given."""
+        if mean is None:
+            steps = self.world.all_gather_object(self._step)
+            other = next(rank for rank, step in enumerate(steps) if step != steps[0])
+            found = f"rank {other} is at {steps[other]}, rank 0 at {steps[0]}"
+        else:
+            found = f"this rank is at {self._step}, the mean of all is {mean:g}"
         return DesyncError(
             f"the {self.world.size} ranks are not at the same optimizer step (this one is rank {self.world.rank}): "
-            f"rank {other} is at {steps[other]}, rank 0 at {steps[0]}; every rank must run the same loop. Look for a "
-            "condition on the rank around a step or a fit."
+            f"{found}; every rank must run the same loop. Look for a condition on the rank around a step or a fit."
         )
 
     def _compare_names(self, marks: tuple[float, float]) -> None:

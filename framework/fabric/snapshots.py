@@ -32,6 +32,8 @@ class Snapshots:
         self._folder: Path | None = None
         self._slots: Slots | None = None
         self._interval: SnapshotInterval | None = None
+        self._last_step = 0
+        """The number of updates at the last call."""
         self._seconds = 0.0
         self._heartbeat = Heartbeat()
 
@@ -45,6 +47,7 @@ class Snapshots:
             return False
         self._slots = None if folder is None else Slots(folder, found)
         self._checkpoints.load_everything(found, {} if values is None else values)
+        self._last_step = self._prepared.updates
         self._mark()
         return True
 
@@ -55,10 +58,11 @@ class Snapshots:
             _check_values("snapshot", values)
             _check_interval(every)
             self._open()
-            # The first update was made before this call.
-            self._interval = SnapshotInterval(every, max(step - 1, 0))
+            self._interval = SnapshotInterval(every, self._last_step)
         self._mark()
-        if self._slots is None or step < self._interval.due:
+        # A snapshot within a window of micro-batches would lose the gradients that are accumulated.
+        is_after_update, self._last_step = step > self._last_step, step
+        if self._slots is None or not is_after_update or step < self._interval.due:
             return False
         interval, world = self._interval, self._ranks.world
         found = interval.found(step, began, self._seconds) if interval.is_auto else None
@@ -79,6 +83,7 @@ class Snapshots:
     def clear(self) -> None:
         """Forget what was found; the next call looks for the memory of the launch again."""
         self._is_open, self._folder, self._slots, self._interval = False, None, None, None
+        self._last_step, self._seconds = 0, 0.0
 
     def _open(self) -> None:
         """Find the memory of the launch. Collective."""
@@ -89,8 +94,13 @@ class Snapshots:
         if records is None or memory is None:
             return
         self._folder = folder = memory / _FOLDER
-        on_rank_zero(world, lambda: folder.mkdir(exist_ok=True))
-        self._slots = Slots(folder, None)
+
+        def newest() -> Path | None:
+            folder.mkdir(exist_ok=True)
+            return newest_good([folder], _say)
+
+        # The newest one is replaced last, also in a loop that does not restore it.
+        self._slots = Slots(folder, on_rank_zero(world, newest))
         if self._heartbeat.share(records, world.rank):
             # The loop is the user's own, which has no time limits.
             self._heartbeat.begin(resolve_stall_timeout(False))

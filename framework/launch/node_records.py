@@ -165,7 +165,10 @@ def lost_verdict(own: Verdict, lost: str) -> Verdict:
 
     ``own`` has not failed if its ranks were ended for that reason, or were successful.
     """
-    text = f"phalanx: {lost} does not answer: its launcher or its host has ended, or cannot be reached"
+    silent = "does not answer: its launcher or its host has"
+    if " and " in lost:
+        silent = "do not answer: their launchers or their hosts have"
+    text = f"phalanx: {lost} {silent} ended, or cannot be reached"
     if not own.failed:
         return Verdict(1, text, failed=True, step=own.step)
     return replace(own, message=f"{own.message}\n{text}".lstrip())

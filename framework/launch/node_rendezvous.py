@@ -8,7 +8,7 @@ torch gives the places of a round to those that come first. So that no node is d
 no more launchers join than there are places: those of the first nodes, before the first round is complete. Others are
 spares, which wait until node 0 offers them the places of lost nodes:
 
-came/n       the number of launchers of node n that have connected
+came/n       above 0 once a launcher of node n has connected, or a round is complete: later launchers are spares
 waiting      the number of spares
 offered      the number of places that were offered to spares
 taken        the number of these that spares have taken
@@ -81,8 +81,9 @@ class NodeRendezvous:
         keep_rendezvous_store_apart()
         self.store = store
         self.address = NodeName(number, socket.gethostname()).address
-        self.is_spare = False
-        """Whether this launcher waits until it is offered a place."""
+        self.is_spare = self.was_spare = False
+        """Whether this launcher waits until it is offered a place, and whether it has."""
+        self._num_waiting = 0
         self.num_spares = self._known_spares = 0
         """The number of launchers that do, as last read by node 0."""
         self.has_joined = False
@@ -117,8 +118,8 @@ class NodeRendezvous:
 
     @property
     def has_new_spares(self) -> bool:
-        """Whether spares have come since the round began, as last read by node 0. One that is lost is counted, too."""
-        return self.num_spares > self._known_spares
+        """Whether nodes have come since the round began, as last read by node 0. One that is lost is counted, too."""
+        return self.num_spares > self._known_spares or self._num_waiting > 0
 
     def join(self) -> Round:
         """Leave the round that this node takes part in, if any, and wait for a place in the next one.
@@ -140,7 +141,7 @@ class NodeRendezvous:
         store = self.store
         if self._number < self._most and store.add(f"came/{self._number}", 1) == 1:
             return
-        self.is_spare = True
+        self.is_spare = self.was_spare = True
         store.add("waiting", 1)
         while not is_over():
             if store.add("taken", 0) < store.add("offered", 0):
@@ -159,7 +160,8 @@ class NodeRendezvous:
         Raises:
             RendezvousError: the store does not answer.
         """
-        self._handler.num_nodes_waiting()
+        # A launcher that came as the round was completed, and is no spare.
+        self._num_waiting = self._handler.num_nodes_waiting()
         if self._number == 0:
             self.num_spares = self.store.add("waiting", 0)
 

@@ -103,7 +103,8 @@ def _run_attempts(
         if not ends and verdict.failed and (nodes.has_lost or nodes.makes_room()):
             # Neither the loss of a node nor another one that has come counts as a restart.
             has_saved = nodes.makes_room() and verdict.exit_code == Preempted.exit_code
-            if (has_saved or verdict.exit_code not in FINAL) and nodes.regroup(verdict.message):
+            message = "phalanx: a node has come, and the ranks have saved their step" if has_saved else verdict.message
+            if (has_saved or verdict.exit_code not in FINAL) and nodes.regroup(message):
                 restarts.attempt += 1
                 continue
             ends = nodes.has_lost

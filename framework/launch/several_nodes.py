@@ -22,6 +22,7 @@ import json
 import secrets
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -203,7 +204,8 @@ class SeveralNodes(Nodes):
         ended = supervisor.pause(until=lambda: self._is_spare or self._has_joined())
         was_spare = ended is None and self._is_spare
         if was_spare:
-            write_error(f"phalanx: node {self._options.number} waits, and takes part in the run if another one is lost")
+            when = "if another one is lost" if self.may_change else "once an earlier run of these nodes has ended"
+            write_error(f"phalanx: node {self._options.number} waits, and takes part in the run {when}")
             ended = supervisor.pause(until=self._has_joined)
         if ended is not None or self._over is not None:
             return ended or self._over
@@ -269,11 +271,14 @@ class SeveralNodes(Nodes):
                 except RendezvousTimeoutError:
                     self._over = self._too_few(rendezvous)
                     break
-                self._over = self._over or _verdict_of_run(rendezvous.store)
-                has_failed = self._over is not None and self._over.failed
-                if self._farewell is not None or self.may_change or rendezvous.has_joined or not has_failed:
+                verdict = self._over or _verdict_of_run(rendezvous.store)
+                # A launcher that had to wait as a spare may have met an earlier run that has failed, whose launchers
+                # had not ended yet. The store of node 0 is that of this run.
+                met_earlier = rendezvous.was_spare and not rendezvous.has_joined and self._options.number > 0
+                is_earlier = met_earlier and not self.may_change and verdict is not None and verdict.failed
+                if self._farewell is not None or not is_earlier:
+                    self._over = verdict
                     break
-                # The run that has failed was an earlier one, whose launchers had not ended yet.
                 self._over = self._rendezvous = None
             while rendezvous is not None and self._farewell is None:
                 time.sleep(_POLL_SECONDS)
@@ -291,6 +296,8 @@ class SeveralNodes(Nodes):
             return Verdict(1, self._lost, failed=True)
         there = {NodeName.read(address).number for address in rendezvous.present} | {self._options.number}
         late = ", ".join(str(node) for node in range(self._options.most) if node not in there)
+        if not late or self._options.least < self._options.most:
+            return _failure(f"{len(there)} of at least {self._options.least} nodes joined within {_join_time()}")
         return _failure(f"node {late} did not join within {_join_time()}: see what it printed")
 
     def _connect(self) -> NodeRendezvous | None:
@@ -317,8 +324,11 @@ class SeveralNodes(Nodes):
                 time.sleep(pause)
 
     def _is_ending(self, rendezvous: NodeRendezvous) -> bool:
-        self._over = self._over or _verdict_of_run(rendezvous.store)
-        return self._over is not None or self._farewell is not None
+        verdict = self._over or _verdict_of_run(rendezvous.store)
+        if rendezvous.has_joined:
+            self._over = verdict
+        # Of a launcher without a place, the caller finds out whether it is the verdict of an earlier run.
+        return verdict is not None or self._farewell is not None
 
     def _exchange(self, rendezvous: NodeRendezvous, joined: Round) -> None:
         """Write the record of this node, and read those of all nodes of a round."""
@@ -330,7 +340,7 @@ class SeveralNodes(Nodes):
             raise RendezvousConnectionError("the others have taken this node for lost")
         if record is not None:
             self._write(joined.store, record)
-            texts = _values(joined.store, str(record.attempt), len(joined.addresses))
+            texts = _values(joined.store, str(record.attempt), joined.addresses)
             records = {node: NodeRecord.read(text) for node, text in texts.items()}
             silent = frozenset(node for node, address in joined.addresses.items() if address not in present)
             self._read = AttemptRecords(record.attempt, joined.names, records, silent - {joined.rank})
@@ -367,9 +377,9 @@ def _verdict_of_run(store: Any) -> Verdict | None:
     return Verdict(**json.loads(store.get("over"))) if store.check(["over"]) else None
 
 
-def _values(store: Any, name: str, num_nodes: int) -> dict[int, bytes]:
+def _values(store: Any, name: str, nodes: Iterable[int]) -> dict[int, bytes]:
     """Return the value of each node that has written one."""
-    keys = {node: f"{name}/{node}" for node in range(num_nodes)}
+    keys = {node: f"{name}/{node}" for node in nodes}
     if not store.check([*keys.values()]):
         keys = {node: key for node, key in keys.items() if store.check([key])}
     return dict(zip(keys, store.multi_get([*keys.values()]), strict=True)) if keys else {}

@@ -9,14 +9,14 @@ to exchange.
         transfer, on_train_batch_start                                                 ``TrainingStep.start_batch``
         training_step                                                                  ``forward_pass``
         after the first forward pass:                                                  ``begin_backward``
-            [R] read the control reduction                                             ``ReducedTotals.wait``
+            [R] read the control reduction, unless the weight of the window is known   ``ReducedTotals.wait``
             on_before_zero_grad, drop the gradients of the previous step
         check the loss, where the policy for non-finite values says so                 ``LossChecks.note``
         before the last backward pass:                                                 ``backward_pass``
             [R] start the reduction of two flags: any rank had a loss, any was not finite    ``StepFlags.send``
         on_before_backward, backward, on_after_backward                                ``Passes.contribute``
         on_train_batch_end, except for the last micro-batch                            ``end_micro_batch``
-    [R] exchange and handle signals                                                    ``ReducedTotals.close``
+    [R] read the control reduction, if not before; exchange and handle signals         ``ReducedTotals.close``
     [R] read the flags: every rank or none updates                                     ``StepFlags.read``
     unscale, check gradients, on_before_optimizer_step, clip, step                     ``Updater.bound``
     weight averages, learning rates, counters                                          ``_update``

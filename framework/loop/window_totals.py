@@ -22,8 +22,11 @@ from ..distributed.control import Agreement
 from ..run.run import Run
 from .filler_batches import LockstepFiller
 
-_WAITS_EVERY = 8
-"""In each so many steps ranks wait for one another before the backward pass, which shows how long they wait."""
+_WAITS_EVERY, _WAITS_AT = 8, 5
+"""In one of so many steps ranks wait for one another before the backward pass, which shows how long they wait.
+
+It is not the step after a multiple of 8: validations and saves, which hold up a rank, are due at such numbers.
+"""
 
 
 class LocalTotals:
@@ -74,6 +77,8 @@ class ReducedTotals(LocalTotals):
         """The same, where the reduction in progress shows that they are assured."""
         self._reads_late = False
         """Whether the reduction in progress is read after the last backward pass."""
+        self._is_known = False
+        """Whether the weight of the window is known without its reduction."""
         self._waiting_share = 1.0
         self._agreement: Agreement | None = None
         self._is_exchanged = False
@@ -98,7 +103,8 @@ class ReducedTotals(LocalTotals):
         progress = self._run.progress
         epoch, assured = self._assured
         is_known = epoch == progress.epoch and progress.batch_in_epoch + window_size <= assured
-        self._reads_late = is_known and progress.steps_reached % _WAITS_EVERY != 0
+        self._is_known = is_known
+        self._reads_late = is_known and progress.steps_reached % _WAITS_EVERY != _WAITS_AT
         self._waiting_share = 0.0 if self._reads_late else 1 / _WAITS_EVERY if is_known else 1.0
         self._coming = progress.epoch, progress.batch_in_epoch + 2 * window_size
         assures_next = self._windows is not None and self._windows.assures(2 * window_size)
@@ -124,18 +130,18 @@ class ReducedTotals(LocalTotals):
         return passes
 
     def wait(self) -> None:
-        """Wait for the reduction if it was not read yet, and check that the ranks are in step. Collective.
+        """Wait for the reduction if it was not read yet, unless it is read late. Collective.
 
         Every rank calls it after the first forward pass and before the first backward pass.
 
         Raises:
-            DesyncError: on all ranks; they are at different optimizer steps.
+            DesyncError: the ranks are at different optimizer steps.
         """
         if self._reads_late:
             self._triggers.pace.arrived()
             return
         self._read()
-        self._triggers.check_step()
+        self._triggers.check_step(is_alone=self._is_known)
 
     def close(self) -> None:
         """Exchange triggers if a rank has raised one, and handle signals. Collective.
@@ -143,11 +149,14 @@ class ReducedTotals(LocalTotals):
         Every rank calls it after its last backward pass and before the update. Passes may contain collectives, and
         ranks that differ in their data run different passes before ``wait``. So this is the first point that all ranks
         reach after the same collectives.
+
+        Raises:
+            DesyncError: the ranks are at different optimizer steps, or have run windows of different lengths.
         """
         if not self._is_exchanged:
             if self._reads_late:
                 self._read()
-                self._triggers.check_step()
+                self._triggers.check_step(is_alone=True)
             self._triggers.exchange()
         self._is_exchanged = True
         if self._triggers.fired:
@@ -171,9 +180,10 @@ class ReducedTotals(LocalTotals):
                 self._triggers.pace.arrived()
             self._agreement = agreement = self._triggers.agreement(self._waiting_share)
             weight = agreement.total_weight / self._size
-            if self._reads_late and weight != self.mean_weight:
+            # The same condition on all ranks.
+            if self._reads_late and agreement.batches is None:
                 raise DesyncError(
-                    f"this rank has run a window of weight {self.mean_weight:g} where the mean of all ranks is "
+                    f"this rank has run a window of {self.mean_weight:g} micro-batches where the mean of all ranks is "
                     f"{weight:g}: every rank must use the same accumulate_grad_batches."
                 )
             self.mean_weight = weight

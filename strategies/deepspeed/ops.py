@@ -24,6 +24,8 @@ OPS = {"cpu_adam": "CPUAdamBuilder", "pin_memory": "PinMemoryBuilder", "async_io
 """The ops and DeepSpeed's classes that build them."""
 # No build takes as long.
 _STALE_SECONDS = 1800.0
+# Loading an op that is built holds the lock for about a second.
+_LOADING_SECONDS = 30.0
 
 
 def needed_ops(options: ZeroOptions) -> list[str]:
@@ -80,8 +82,12 @@ def build_ops(names: Iterable[str], device_type: str = "cpu") -> None:
     for name in names:
         if name not in OPS:
             raise unknown("op", name, OPS)
-    for name in missing_ops(names, device_type):
+    missing = missing_ops(names, device_type)
+    for name in names:
         lock = op_folder(name, device_type) / "lock"
+        if name not in missing:
+            _await_release(name, lock)
+            continue
         print_note(f"DeepSpeed builds {name}, once: this may take two minutes ...")
         if lock.exists():
             print_note(f"Another process is building it, or was killed and has left {str(lock)!r}: then remove that.")
@@ -91,6 +97,20 @@ def build_ops(names: Iterable[str], device_type: str = "cpu") -> None:
                 from deepspeed.accelerator import get_accelerator
 
             get_accelerator().create_op_builder(OPS[name]).load()
+
+
+def _await_release(name: str, lock: Path) -> None:
+    """Wait until no other process loads a built op; remove the lock file of one that was killed meanwhile.
+
+    DeepSpeed would wait for ever, also in ranks that are started again after such a kill.
+    """
+    until = time.monotonic() + _LOADING_SECONDS
+    while lock.exists():
+        if time.monotonic() > until:
+            print_note(f"A process that was killed while it loaded DeepSpeed's {name} has left {str(lock)!r}: removed.")
+            lock.unlink(missing_ok=True)
+            return
+        time.sleep(0.1)
 
 
 def print_note(line: str) -> None:

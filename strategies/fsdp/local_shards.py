@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import replace
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 
 def _is_about_values(record: logging.LogRecord) -> bool:
@@ -41,7 +42,11 @@ def whole_of_parts(tensor: Tensor) -> Tensor:
 
 def like(parameter: DTensor, local: Tensor) -> DTensor:
     """Return a tensor with the full shape and sharding of a parameter, of which this rank holds ``local``."""
-    sharded: Any = DTensor.from_local(
+    if local.device.type != parameter.device_mesh.device_type:
+        # Private: `from_local` would move a shard that is kept on the CPU to the device of the mesh.
+        described = replace(parameter._spec, tensor_meta=TensorMeta(parameter.shape, parameter.stride(), local.dtype))
+        return DTensor(local.detach(), described, requires_grad=False)
+    return DTensor.from_local(
         local.detach(),
         parameter.device_mesh,
         parameter.placements,
@@ -49,8 +54,6 @@ def like(parameter: DTensor, local: Tensor) -> DTensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    # `from_local` moves a shard that is kept on the CPU to the device of the mesh.
-    return cast(DTensor, sharded if sharded.device == local.device else sharded.to(local.device))
 
 
 def part_at(whole: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:

@@ -35,6 +35,9 @@ from .model import ShardedModel
 _Call = list[Any]
 """A collective: the number of its parameter group, and of a reduction the elements, dtype and operation."""
 _POLL_SECONDS = 0.001
+# The former names are those of torch before 2.13.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class UniformModel(ShardedModel):
@@ -128,14 +131,14 @@ class ShardedRecovery(Recovery):
     def _gather(
         self, number: int, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        run = partial(dist.all_gather_single, output_tensor, input_tensor, group=group, async_op=async_op)
+        run = partial(_all_gather, output_tensor, input_tensor, group=group, async_op=async_op)
         return self._observed([number], run)
 
     def _reduce_scatter(
         self, number: int, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         call = [number, input_tensor.numel(), str(input_tensor.dtype).removeprefix("torch."), op.name]
-        run = partial(dist.reduce_scatter_single, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        run = partial(_reduce_scatter, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return self._observed(call, run)
 
     def _observed(self, call: _Call, run: Callable[[], Any]) -> Any:
@@ -193,7 +196,7 @@ class ShardedRecovery(Recovery):
         mesh, reduction_op = self._model.sharding.mesh, getattr(dist.ReduceOp, op)
         full = torch.zeros(elements, dtype=getattr(torch, dtype), device=group.device)
         shard = full.new_empty(elements // mesh["shard"].size())
-        dist.reduce_scatter_single(shard, full, op=reduction_op, group=mesh.get_group("shard"))
+        _reduce_scatter(shard, full, op=reduction_op, group=mesh.get_group("shard"))
         if "replicate" in (mesh.mesh_dim_names or ()):
             # Right after it, the groups of ranks that hold the same shard reduce it, by the same operation.
             dist.all_reduce(shard, reduction_op, mesh.get_group("replicate"))

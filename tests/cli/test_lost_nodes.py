@@ -131,7 +131,7 @@ def test_fewer_ranks_go_on_with_the_same_global_batch_and_more_once_a_node_has_c
     assert codes == [0, 0], printed
     assert re.search(GONE.format(1) + "\n" + again(0), printed[0]), printed[0]
     # What was interrupted as the node came back was saved.
-    saved = r"SIGTERM came: stopped after optimizer step \d+, and saved .*\n"
+    saved = r"phalanx: a node has come, and the ranks have saved their step\n"
     assert re.search(saved + again(0, 1), printed[0]), printed[0]
     steps = len(sizes(folder))
     torch.testing.assert_close(weights(folder), undisturbed(tmp_path / "whole", 1, samples=8, steps=steps))

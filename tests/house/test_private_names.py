@@ -25,6 +25,7 @@ OF_MODULES = {
     "torch.cuda.memory._snapshot": ["framework.trainer.hints"],
     "torch.distributed._composable_state": ["strategies.fsdp.torch_fsdp"],
     "torch.distributed.distributed_c10d._get_default_store": ["framework.distributed.rendezvous"],
+    "torch.distributed.tensor._dtensor_spec": ["strategies.fsdp.local_shards"],
     "torch.distributed.tensor._utils": ["framework.rehearsal.absent_ranks"],
     "torch.distributed.tensor.experimental._context_parallel": ["strategies.context.attention"],
     "torch.nn.modules.batchnorm._BatchNorm": ["framework.core.torch_internals"],

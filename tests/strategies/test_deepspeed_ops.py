@@ -17,7 +17,7 @@ from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.distributed.world import World
 from phalanx.framework.system import environment
 from phalanx.framework.system.launcher_env import Placement
-from phalanx.strategies.deepspeed import library
+from phalanx.strategies.deepspeed import library, ops
 from phalanx.strategies.deepspeed.arguments import resolve_options
 from phalanx.strategies.deepspeed.engine import release_globals, use_local_device
 from phalanx.strategies.deepspeed.flat_groups import Piece
@@ -58,13 +58,17 @@ def test_a_missing_op_is_built_once_with_a_note(
 
     monkeypatch.setattr(get_accelerator(), "create_op_builder", Builder)
     (folder / "lock").touch()
+    monkeypatch.setattr(ops, "_LOADING_SECONDS", 0.1)
     for _ in range(2):
         build_ops(["cpu_adam"])
     assert (folder / "cpu_adam.so").read_text() == "cpu"
     assert missing_ops(["cpu_adam", "async_io"]) == ["async_io"]
-    first, second = capsys.readouterr().err.splitlines()
+    first, second, third = capsys.readouterr().err.splitlines()
     assert "builds cpu_adam" in first
     assert str(folder / "lock") in second
+    # Of the op that is built, where no process holds it: DeepSpeed would wait for ever.
+    assert f"{str(folder / 'lock')!r}: removed" in third
+    assert not (folder / "lock").exists()
 
 
 def test_torch_extensions_dir_moves_the_folder(tmp_path: Path, folder: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from messages import refuses
 from ranks import run_script
 from small_fits import Tiny
+from torch import nn
 
 from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError
@@ -81,6 +86,28 @@ def test_a_step_that_fails_twice_is_not_tried_again() -> None:
     done = run_script(LOOP, "ddp", "2", "5", "1", "0:1:7", "1:1:7", "2:1:7")
     assert done.returncode == 137
     assert "optimizer step 3 failed twice in a row" in done.stdout
+
+
+def micro_batch(fabric: Fabric, model: Any, optimizer: Any) -> bool:
+    """Train on a micro-batch, of which two form a window; return whether a snapshot was taken after it."""
+    with fabric.accumulate(model):
+        fabric.backward(model(torch.ones(2, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return fabric.snapshot(every=1)
+
+
+def test_no_snapshot_is_taken_within_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lose the gradients of the window, also in a loop that has just been restored."""
+    for name in ("0", "memory"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("PHALANX_ERROR_DIR", str(tmp_path / "0"))
+    for attempt in range(2):
+        fabric = Fabric(accelerator="cpu", devices=1, accumulate=2)
+        net = nn.Linear(3, 1)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        assert fabric.load_snapshot() == bool(attempt)
+        assert [micro_batch(fabric, model, optimizer) for _ in range(4)] == [False, True, False, True]
 
 
 def test_without_restarts_nothing_is_kept() -> None:
