@@ -147,7 +147,7 @@ class Fabric(RankProperties):
         return_to_directory()
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
             raise ConfigurationError(f"Fabric(max_restarts={max_restarts!r}) must be a number of restarts from 0 on.")
-        self.max_restarts = max_restarts
+        self._max_restarts = max_restarts
         must_be_none("Fabric(plugins=...)", plugins, "give the strategy and the precision as objects or by name")
         self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision, parallel=parallel)
         self.compilation = compilation(compile, self.resources.device_type, self.resources.strategy)
@@ -207,9 +207,9 @@ class Fabric(RankProperties):
         """
         resources, place = self.resources, self.resources.place
         # A process that outlives it is needed for a single rank too.
-        is_watched = self.max_restarts > 0 and place.launcher is None and place.size == 1
+        is_watched = self._max_restarts > 0 and place.launcher is None and place.size == 1
         if (resources.must_launch or is_watched) and can_rerun_script():
-            launch_script(resources.world_size, self.max_restarts, libraries=resources.libraries)
+            launch_script(resources.world_size, self._max_restarts, libraries=resources.libraries)
         if resources.must_launch:
             if function is None:
                 raise ConfigurationError(
