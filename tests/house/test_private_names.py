@@ -28,6 +28,7 @@ OF_MODULES = {
     "torch.distributed.tensor._dtensor_spec": ["strategies.fsdp.local_shards"],
     "torch.distributed.tensor._utils": ["framework.rehearsal.absent_ranks"],
     "torch.distributed.tensor.experimental._context_parallel": ["strategies.context.attention"],
+    "torch.distributed.utils._verify_param_shape_across_processes": ["strategies.ddp"],
     "torch.nn.modules.batchnorm._BatchNorm": ["framework.core.torch_internals"],
     "torch.nn.modules.batchnorm._NormBase": ["framework.core.torch_internals"],
     "torch.overrides._get_current_function_mode_stack": ["framework.parallel.supplied"],
