@@ -29,7 +29,8 @@ class Snapshots:
     def __init__(self, ranks: Ranks, prepared: Prepared, checkpoints: Checkpoints) -> None:
         self._ranks, self._prepared, self._checkpoints = ranks, prepared, checkpoints
         self._is_open = False
-        self._folder: Path | None = None
+        self._found: Path | None = None
+        """The newest snapshot of earlier attempts."""
         self._slots: Slots | None = None
         self._interval: SnapshotInterval | None = None
         self._last_step = 0
@@ -41,12 +42,9 @@ class Snapshots:
         """Restore the newest snapshot of an earlier attempt; see ``Fabric.load_snapshot``. Collective."""
         _check_values("load_snapshot", values)
         self._open()
-        folder, world = self._folder, self._ranks.world
-        found = None if folder is None else on_rank_zero(world, lambda: newest_good([folder], _say))
-        if found is None:
+        if self._found is None:
             return False
-        self._slots = None if folder is None else Slots(folder, found)
-        self._checkpoints.load_everything(found, {} if values is None else values)
+        self._checkpoints.load_everything(self._found, {} if values is None else values)
         self._last_step = self._prepared.updates
         self._mark()
         return True
@@ -82,7 +80,7 @@ class Snapshots:
 
     def clear(self) -> None:
         """Forget what was found; the next call looks for the memory of the launch again."""
-        self._is_open, self._folder, self._slots, self._interval = False, None, None, None
+        self._is_open, self._found, self._slots, self._interval = False, None, None, None
         self._last_step, self._seconds = 0, 0.0
 
     def _open(self) -> None:
@@ -93,14 +91,15 @@ class Snapshots:
         memory = None if records is None else memory_of(records)
         if records is None or memory is None:
             return
-        self._folder = folder = memory / _FOLDER
+        folder = memory / _FOLDER
 
         def newest() -> Path | None:
             folder.mkdir(exist_ok=True)
             return newest_good([folder], _say)
 
+        self._found = on_rank_zero(world, newest)
         # The newest one is replaced last, also in a loop that does not restore it.
-        self._slots = Slots(folder, on_rank_zero(world, newest))
+        self._slots = Slots(folder, self._found)
         if self._heartbeat.share(records, world.rank):
             # The loop is the user's own, which has no time limits.
             self._heartbeat.begin(resolve_stall_timeout(False))

@@ -15,7 +15,7 @@ All ranks must call these operations, which are collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 from weakref import finalize
@@ -82,28 +82,24 @@ class FullSemantics:
         DTensor.__torch_function__ = FullSemantics._torch_own  # type: ignore[method-assign]
 
     @staticmethod
-    @contextmanager
-    def on() -> Generator[None, None, None]:
+    def on() -> AbstractContextManager[None]:
         """Return a context in which operations mean those on full tensors, also within an update or a backward pass."""
-        was_on = FullSemantics._is_on()
-        FullSemantics.switch_on()
-        try:
-            yield
-        finally:
-            if not was_on:
-                FullSemantics.switch_off()
+        return FullSemantics._switched(FullSemantics.switch_on)
+
+    @staticmethod
+    def off() -> AbstractContextManager[None]:
+        """Return a context in which operations compute on shards, such as those of phalanx and of torch's FSDP."""
+        return FullSemantics._switched(FullSemantics.switch_off)
 
     @staticmethod
     @contextmanager
-    def off() -> Generator[None, None, None]:
-        """Return a context in which operations compute on shards, such as those of phalanx and of torch's FSDP."""
-        was_on = FullSemantics._is_on()
-        FullSemantics.switch_off()
+    def _switched(switch: Callable[[], None]) -> Generator[None, None, None]:
+        back = FullSemantics.switch_on if FullSemantics._is_on() else FullSemantics.switch_off
+        switch()
         try:
             yield
         finally:
-            if was_on:
-                FullSemantics.switch_on()
+            back()
 
     @staticmethod
     def _is_on() -> bool:
