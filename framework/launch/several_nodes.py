@@ -232,7 +232,7 @@ class SeveralNodes(Nodes):
 
     @property
     def _seen(self) -> AttemptRecords:
-        """What is known of the attempt under way, or of the one that this launcher is ready for."""
+        """The records of the current attempt, or of the next one once this launcher is ready for it."""
         seen, record, joined = self._read, self._record, self._round
         if record is None or joined is None:
             return AttemptRecords(-1, {})

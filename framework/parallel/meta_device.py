@@ -8,7 +8,6 @@ may be on the meta device. No strategy moves or fills them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -211,22 +210,3 @@ def move_others(module: nn.Module, device: torch.device) -> None:
 def _places(hook: Any) -> bool:
     """Whether a hook of Accelerate, or one of a sequence of hooks, brings weights to a device."""
     return any(hasattr(each, "execution_device") for each in getattr(hook, "hooks", (hook,)))
-
-
-def check_same_on_all_ranks(module: nn.Module, world: World) -> None:
-    """Refuse different parameters on the ranks: their collectives would not match, and the job would hang. Collective.
-
-    Raises:
-        ConfigurationError: a rank holds other parameters; the message names the first that differs.
-    """
-    own = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
-    digest = sha256(repr(own).encode()).hexdigest()
-    if all(other == digest for other in world.all_gather_object(digest)):
-        return
-    for rank, theirs in enumerate(world.all_gather_object(own)):
-        if theirs != own:
-            name = next((a[0] for a, b in zip(own, theirs, strict=False) if a != b), "how many there are")
-            raise ConfigurationError(
-                f"rank {rank} holds other parameters than rank {world.rank} (the first to differ: {name}): build the "
-                "same model on all ranks, with the same layers tied and frozen; module.to('meta') cuts ties."
-            )

@@ -91,7 +91,7 @@ def claim_directory(
 
 @dataclass(frozen=True)
 class _EarlierAttempt:
-    """What the attempts of this launch before this one have left for its next fit."""
+    """The state that earlier attempts of this launch have left for the next fit."""
 
     fit: FitRecord | None = None
     """The same fit of the attempt before; None if this is the first attempt."""
