@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..core.errors import PhalanxError
 from .deletion import BackgroundDeletion
+
+if TYPE_CHECKING:
+    from .node_folders import NodeFolders
 
 
 def _nothing(error: PhalanxError | None) -> None: ...
@@ -33,7 +37,10 @@ class SaveRequest:
     optional: bool = False
     """Whether a failure is only passed to ``on_done``: what is lost is no checkpoint that the user counts on."""
     make_room: Callable[[], object] = lambda: None
-    """Called on rank 0 before anything is written, possibly on another thread."""
+    """Called on rank 0, with ``nodes`` on the first rank of each, before anything is written, possibly on another
+    thread."""
+    nodes: NodeFolders | None = None
+    """See ``writer.save``."""
     prune: Callable[[BackgroundDeletion], list[str]] = _delete_none
     """Called on rank 0 once the checkpoint is published, possibly on another thread: deletes older ones. Returns lines
     for the console."""

@@ -26,10 +26,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
@@ -48,6 +48,9 @@ from .safetensors_header import FileRecord, Segment
 from .safetensors_io import StreamedFile, code_of, size_of, write_tensor_file
 from .write_plan import Assignment, CheckpointContents, Plan, assign, plan_of
 
+if TYPE_CHECKING:
+    from .node_folders import NodeFolders
+
 
 @names_arguments
 def save(
@@ -60,15 +63,16 @@ def save(
     finite: str | None = None,
     given_up: Callable[[], bool] | None = None,
     deletion: BackgroundDeletion | None = None,
+    nodes: NodeFolders | None = None,
 ) -> Path:
     """Write a checkpoint and publish it as ``path``, replacing an existing one. Collective.
 
     With ``sharded`` every rank writes the shards that it holds (if several ranks hold a piece, one of them writes it);
     otherwise rank 0 writes its own contents, which must be full, and only ``rank_document`` of the other ranks is used.
-    The directory must be visible to every rank that writes.
+    The directory must be visible to every rank that writes, unless ``nodes`` are given.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint; with ``nodes`` in the folder of this rank's node, under the same name on all of them.
         snapshot: this rank's contents.
         world: the ranks.
         sharded: whether every rank writes.
@@ -76,13 +80,24 @@ def save(
         finite: if given, refuse weights that are not finite; the text describes the time of capture in the message.
         given_up: called repeatedly; once it returns True on a rank, the save fails.
         deletion: deletes the replaced checkpoint on a thread. Default: delete it before returning.
+        nodes: the folders of the nodes, each of which keeps the files of its own ranks and of the node before it.
 
     Raises:
         ConfigurationError: the contents cannot be saved, or ``path`` is not a checkpoint. Raised on all ranks.
         NonFiniteError: a weight is NaN or infinite, and ``finite`` is given.
         StorageError: a rank could not write. A previous checkpoint at ``path`` is unchanged.
     """
-    pending = Save(path, snapshot, world, sharded, also=also, finite=finite, given_up=given_up, deletion=deletion)
+    pending = Save(
+        path,
+        snapshot,
+        world,
+        sharded,
+        also=also,
+        finite=finite,
+        given_up=given_up,
+        deletion=deletion,
+        nodes=nodes,
+    )
     try:
         pending.begin()
         pending.write()
@@ -120,6 +135,7 @@ class Save:
         finite: str | None = None,
         given_up: Callable[[], bool] | None = None,
         deletion: BackgroundDeletion | None = None,
+        nodes: NodeFolders | None = None,
     ) -> None:
         # Not resolved: a link at the end of the path is replaced itself, never its target.
         self.path = absolute(path)
@@ -130,6 +146,9 @@ class Save:
         self._finite = finite
         self._given_up = given_up
         self._deletion = deletion
+        self._nodes = nodes if nodes is not None and nodes.are_several else None
+        self._leader = 0 if self._nodes is None else self._nodes.leader
+        """The rank that makes and publishes the directory that this rank writes into."""
         self._hidden: list[HiddenDirectory] = []
         self._temporary: Path | None = None
         self._plans: list[Plan] = []
@@ -147,7 +166,7 @@ class Save:
         failure: Exception | None = None
         plan: Plan = {}
         try:
-            if self._world.is_global_zero:
+            if self._world.rank == self._leader:
                 for target in filter(None, (self.path, self._also)):
                     _check_target(target)
                 self._temporary = self._make_hidden(self.path)
@@ -162,7 +181,7 @@ class Save:
         payload = (self._temporary, plan if self._sharded else None)
         with self._discarding():
             gathered = gather_or_raise(self._world, failure, self.path, self._what, payload)
-        self._temporary = gathered[0][0]
+        self._temporary = gathered[self._leader][0]
         if self._sharded:
             self._plans = [plan for _, plan in gathered]
             # Every rank computes the same from the same plans, so all ranks raise if one does.
@@ -265,38 +284,60 @@ class Save:
 
     def finish(self) -> Path:
         """Gather the outcomes, write the manifest and publish. Collective. Raises as ``save``."""
-        failure = self._failure
+        failure, nodes = self._failure, self._nodes
         outcome = (outcome_of(failure, self.path), self._written, self._contents.rank_document)
         with self._discarding():
             gathered = self._world.gather_object(outcome)
         refusal: PhalanxError | None = None
+        manifest, sizes = b"", list[dict[str, int]]()
         if gathered is not None:
             refusal = error_of([outcome for outcome, _, _ in gathered], self._what, self._world.size)
             if refusal is None:
+                written = [each for _, each, _ in gathered]
+                sizes = [{name: record.size for name, record in each.files.items()} for each in written]
                 try:
-                    self._publish([written for _, written, _ in gathered], [document for _, _, document in gathered])
+                    manifest = self._manifest_bytes(written, [document for _, _, document in gathered])
+                    if nodes is None:
+                        self._publish(manifest, sizes)
                 except Exception as error:
                     failure = error
                     refusal = error_of([outcome_of(error, self.path)], self._what, self._world.size)
         # The broadcast is also the barrier: no rank returns before the checkpoint is published.
-        refusal = self._world.broadcast_object(refusal)
+        refusal, *given = self._world.broadcast_object((refusal, *(() if nodes is None else (manifest, sizes))))
+        if refusal is None and nodes is not None:
+            failure = self._publish_on_node(nodes, *given)
+            outcomes = self._world.all_gather_object(outcome_of(failure, self.path))
+            refusal = error_of(outcomes, self._what, self._world.size)
         if refusal is not None:
             self.discard()
             raise refusal from failure
         return self.path
 
-    def _publish(self, written: list[_WrittenPart], rank_documents: list[JSON]) -> None:
-        """Publish the hidden directory, which contains every rank's synced files, as the checkpoint. Only on rank 0."""
-        assert self._temporary is not None
-        data, files = self._manifest_bytes(written, rank_documents)
+    def _publish_on_node(self, nodes: NodeFolders, manifest: bytes, sizes: list[dict[str, int]]) -> Exception | None:
+        """Exchange copies with the neighbours and publish, if this rank is the first one of its node.
+
+        The copies come first: a checkpoint counts once it outlives the loss of a node. A failure is returned.
+        """
         try:
-            write_synced(self._temporary / MANIFEST, data)
+            if nodes.leads:
+                assert self._temporary is not None
+                nodes.copy_to_next(self._temporary, sizes, self._world)
+                self._publish(manifest, ())
+        except Exception as error:
+            return error
+        return None
+
+    def _publish(self, manifest: bytes, sizes: Iterable[Mapping[str, int]]) -> None:
+        """Publish the hidden directory, which contains these files, all synced, as the checkpoint."""
+        assert self._temporary is not None
+        try:
+            write_synced(self._temporary / MANIFEST, manifest)
             # If a rank wrote to another disk, its file would be missed only when the checkpoint is needed.
-            for name, size in files.items():
+            for name, size in (each for files in sizes for each in files.items()):
                 if (self._temporary / name).stat().st_size != size:
                     raise StorageError(f"{name} is no longer {size:,} bytes long; was it changed in the meantime?")
         except OSError as error:
-            raise storage_error("writing", self.path, error, len(data)) from error
+            raise storage_error("writing", self.path, error, len(manifest)) from error
         # Operations that may fail for lack of space precede the first rename.
         second = None if self._also is None else self._make_hidden(self._also)
         if second is not None:
@@ -308,8 +349,8 @@ class Save:
             replace_directory(second, self._also, discard)
         self._release()
 
-    def _manifest_bytes(self, written: list[_WrittenPart], rank_documents: list[JSON]) -> tuple[bytes, dict[str, int]]:
-        """Return the manifest, and the size of every file that it names."""
+    def _manifest_bytes(self, written: list[_WrittenPart], rank_documents: list[JSON]) -> bytes:
+        """Return the manifest."""
         manifest = self._manifest(written, rank_documents)
         try:
             data = dump(manifest)
@@ -320,7 +361,7 @@ class Save:
             ) from error
         if not strict:
             raise ConfigurationError("the document has keys that are not strings; pass it through codec.encode.")
-        return data, {name: record.size for name, record in manifest.files.items()}
+        return data
 
     def _manifest(self, written: list[_WrittenPart], rank_documents: list[JSON]) -> Manifest:
         sections: dict[str, dict[str, TensorRecord | str]] = {}
@@ -362,7 +403,10 @@ class Save:
             raise
 
     def discard(self) -> None:
-        """Delete the files written so far, on rank 0. ``clean_leftovers`` deletes those that cannot be deleted now."""
+        """Delete the files written so far, on the rank that made their directory.
+
+        ``clean_leftovers`` deletes those that cannot be deleted now.
+        """
         for hidden in self._hidden:
             # The error that led to this call is more important.
             with contextlib.suppress(StorageError):

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,6 +28,9 @@ from .module import engine_of, unwrap
 from .prepared import Prepared
 from .training import Training
 
+if TYPE_CHECKING:
+    from ..checkpoint.node_folders import NodeFolders
+
 Location = str | os.PathLike[str]
 _VALUES = "values"
 
@@ -45,7 +48,14 @@ class Checkpoints:
         """Forget registered objects."""
         self._registered.clear()
 
-    def save(self, path: Location, state: Mapping[str, Any], filter: Filter, rank_state: Any) -> None:
+    def save(
+        self,
+        path: Location,
+        state: Mapping[str, Any],
+        filter: Filter,
+        rank_state: Any,
+        nodes: NodeFolders | None = None,
+    ) -> None:
         """Save a dict, with a state of this rank if it is not None; see ``Fabric.save``. Collective."""
         world, strategy = self._ranks.world, self._prepared.strategy
         contents = contents_of(state, strategy, self._prepared.engines)
@@ -53,7 +63,8 @@ class Checkpoints:
         snapshot = snapshot_of(
             contents, self._names(contents), self._own_state(), steps, filter, rank_state, world.is_global_zero
         )
-        save(path, snapshot, world, sharded=not strategy.traits.replicates, finite=f"after {counted(steps, 'update')}")
+        when = f"after {counted(steps, 'update')}"
+        save(path, snapshot, world, sharded=not strategy.traits.replicates, finite=when, nodes=nodes)
 
     def load(
         self,
@@ -138,10 +149,16 @@ class Checkpoints:
         """Save all objects and every rank's random generators; see ``Fabric.save_state``. Collective."""
         self.save_everything(output_dir, {}, without)
 
-    def save_everything(self, path: Location, values: Mapping[str, Any], without: Sequence[nn.Module] = ()) -> None:
-        """Save what ``save_state`` does, and plain values. Collective."""
+    def save_everything(
+        self,
+        path: Location,
+        values: Mapping[str, Any],
+        without: Sequence[nn.Module] = (),
+        nodes: NodeFolders | None = None,
+    ) -> None:
+        """Save what ``save_state`` does, and plain values; ``nodes``: see ``writer.save``. Collective."""
         state = {**self._everything(without), **({_VALUES: dict(values)} if values else {})}
-        self.save(path, state, {}, {"random": capture()})
+        self.save(path, state, {}, {"random": capture()}, nodes)
 
     def load_state(self, input_dir: Location, without: Sequence[nn.Module]) -> None:
         """Load what ``save_state`` saved; see ``Fabric.load_state``. Collective."""

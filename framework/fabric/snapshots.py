@@ -6,19 +6,22 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import newest_good
 from ..checkpoint.snapshot_slots import AUTO, Slots, SnapshotInterval
 from ..core.errors import ConfigurationError, StorageError
 from ..core.wording import a_type
 from ..distributed.collective_errors import on_rank_zero
-from ..launch.restart_policy import memory_of
+from ..launch import open_memory
 from ..system.environment import error_dir
 from ..watchdog.heartbeat import OUTSIDE, SECTIONS, Heartbeat, resolve_stall_timeout
 from .checkpoints import Checkpoints
 from .collectives import Ranks
 from .prepared import Prepared
+
+if TYPE_CHECKING:
+    from ..checkpoint.node_folders import NodeFolders
 
 _FOLDER = "fabric"
 
@@ -31,6 +34,7 @@ class Snapshots:
         self._is_open = False
         self._found: Path | None = None
         """The newest snapshot of earlier attempts."""
+        self._nodes: NodeFolders | None = None
         self._slots: Slots | None = None
         self._interval: SnapshotInterval | None = None
         self._last_step = 0
@@ -65,10 +69,12 @@ class Snapshots:
         interval, world = self._interval, self._ranks.world
         found = interval.found(step, began, self._seconds) if interval.is_auto else None
         interval.begin(step, world.broadcast_object(found) if interval.is_auto else None)
-        path = self._slots.next()
-        on_rank_zero(world, lambda: shutil.rmtree(path, ignore_errors=True))
+        path, nodes = self._slots.next(), self._nodes
+        assert nodes is not None
+        if nodes.leads:
+            shutil.rmtree(path, ignore_errors=True)
         try:
-            self._checkpoints.save_everything(path, values or {})
+            self._checkpoints.save_everything(path, values or {}, nodes=nodes)
         except StorageError as error:
             interval.stop()
             if world.is_global_zero:
@@ -80,7 +86,7 @@ class Snapshots:
 
     def clear(self) -> None:
         """Forget what was found; the next call looks for the memory of the launch again."""
-        self._is_open, self._found, self._slots, self._interval = False, None, None, None
+        self._is_open, self._nodes, self._found, self._slots, self._interval = False, None, None, None, None
         self._last_step, self._seconds = 0, 0.0
 
     def _open(self) -> None:
@@ -88,18 +94,14 @@ class Snapshots:
         if self._is_open:
             return
         self._is_open, records, world = True, error_dir(), self._ranks.world
-        memory = None if records is None else memory_of(records)
-        if records is None or memory is None:
+        self._nodes = nodes = open_memory(world, _say, _FOLDER)
+        if nodes is None or records is None:
             return
-        folder = memory / _FOLDER
-
-        def newest() -> Path | None:
-            folder.mkdir(exist_ok=True)
-            return newest_good([folder], _say)
-
-        self._found = on_rank_zero(world, newest)
+        found = on_rank_zero(world, lambda: newest_good([nodes.folder], _say))
+        # Other nodes have it in memory of their own.
+        self._found = None if found is None else nodes.folder / found.name
         # The newest one is replaced last, also in a loop that does not restore it.
-        self._slots = Slots(folder, self._found)
+        self._slots = Slots(nodes.folder, self._found)
         if self._heartbeat.share(records, world.rank):
             # The loop is the user's own, which has no time limits.
             self._heartbeat.begin(resolve_stall_timeout(False))

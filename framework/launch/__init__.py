@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         forked_ranks_can_use_cuda as forked_ranks_can_use_cuda,
         launch_function as launch_function,
     )
+    from .launch_memory import open_memory as open_memory
     from .script_launcher import launch_script as launch_script
 
 __getattr__ = on_call(
@@ -22,6 +23,7 @@ __getattr__ = on_call(
     {
         ".exit_hooks": "end_script",
         ".fork_launcher": "launch_function forked_ranks_can_use_cuda",
+        ".launch_memory": "open_memory",
         ".script_launcher": "launch_script",
     },
 )

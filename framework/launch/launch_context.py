@@ -144,7 +144,7 @@ def private_directory(parent: Path | None = None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def shared_memory(launch_directory: str) -> Iterator[None]:
-    """Give a launch a directory in memory that outlives its ranks, see ``memory_of_next_fit``; remove it on exit.
+    """Give a launch a directory in memory that outlives its ranks, see ``open_memory``; remove it on exit.
 
     There is none on systems that have no file system in memory.
     """

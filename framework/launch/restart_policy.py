@@ -8,7 +8,6 @@ older run with the same name.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,19 +111,6 @@ def memory_of(directory: str) -> Path | None:
     """Return the directory in memory that an attempt shares with the others of its launch; None if there is none."""
     link = memory_link(str(Path(directory).parent))
     return link.resolve() if link.is_dir() else None
-
-
-def memory_of_next_fit(directory: str) -> Path | None:
-    """Return the directory in memory for the next fit of an attempt, the same in every attempt; None if there is none.
-
-    Removes those of the attempt's earlier fits: they have ended, or the program has caught their errors.
-    """
-    memory, number = memory_of(directory), len(fits(directory))
-    if memory is None:
-        return None
-    for earlier in range(number):
-        shutil.rmtree(memory / f"fit_{earlier}", ignore_errors=True)
-    return memory / f"fit_{number}"
 
 
 def record_smaller_micro_batch(directory: str, size: int) -> None:

@@ -66,8 +66,8 @@ def launch_script(
             "There is no script that could be run again for each rank; in a notebook or an interpreter, fork them."
         )
     restarts = RestartPolicy(max_restarts)
-    # The ranks of a node do not see the memory of another one.
-    has_memory, nodes = nodes is None and (snapshots or max_restarts > 0), nodes or Nodes()
+    nodes = nodes or Nodes()
+    has_memory = snapshots or max_restarts > 0 or nodes.may_change
     with private_directory() as directory, shared_memory(directory) if has_memory else contextlib.nullcontext():
         supervisor = Supervisor(directory, adopts_orphans=True)
         launcher = _ScriptLauncher(script or Script.running(), supervisor, nodes, libraries, not keeps_files)

@@ -249,7 +249,7 @@ class Saver:
         given_up: Callable[[], bool],
     ) -> None:
         when = f"at optimizer step {request.step}"
-        if world.is_global_zero:
+        if world.is_global_zero if request.nodes is None else request.nodes.leads:
             request.make_room()
         save(
             request.path,
@@ -260,6 +260,7 @@ class Saver:
             finite=when,
             given_up=given_up,
             deletion=self._deletion,
+            nodes=request.nodes,
         )
         if world.is_global_zero:
             notes += request.prune(self._deletion)

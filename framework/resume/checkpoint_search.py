@@ -20,6 +20,7 @@ from .preempted_save import is_name
 
 if TYPE_CHECKING:
     from ..api.contracts import CallbackContract
+    from ..checkpoint.node_folders import NodeFolders
 
 Refuse = Callable[[Manifest], str | None]
 _NO_TRAINING = {
@@ -56,8 +57,8 @@ class Origin:
     """The lock of the run's directory, if the run writes."""
     continues: bool = False
     """Whether the fit continues in the directory that the checkpoint was saved from."""
-    memory: Path | None = None
-    """The directory for snapshots that outlive the ranks, if the launch has one."""
+    memory: NodeFolders | None = None
+    """The directories for snapshots that outlive the ranks, if the launch has them."""
     excluded_spans: tuple[Span, ...] = ()
     """The data that the run does not train on, by the record in its directory."""
     largest_micro_batch: int | None = None
@@ -66,7 +67,7 @@ class Origin:
     @property
     def is_snapshot(self) -> bool:
         """Whether the checkpoint is a snapshot in memory, which ends with the launch."""
-        return self.checkpoint is not None and self.checkpoint.parent == self.memory
+        return self.checkpoint is not None and self.memory is not None and self.checkpoint.parent == self.memory.folder
 
 
 @dataclass(frozen=True)

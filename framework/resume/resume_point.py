@@ -14,7 +14,8 @@ from ..core.data_spans import Span, joined
 from ..core.errors import CheckpointError, ConfigurationError, StorageError, did_you_mean
 from ..distributed.collective_errors import on_rank_zero
 from ..distributed.world import World
-from ..launch.restart_policy import FitRecord, earlier_fit, largest_micro_batch, memory_of_next_fit, record_fit
+from ..launch import open_memory
+from ..launch.restart_policy import FitRecord, earlier_fit, largest_micro_batch, record_fit
 from ..report import rewinds_of
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory
@@ -66,9 +67,11 @@ def claim_directory(
         StorageError: the directory cannot be written, or another process writes to it.
     """
     search = Search(directory.root, directory.name, callbacks, note)
+    # Without a launcher nothing outlives the ranks.
+    memory = None if error_dir() is None else open_memory(world, note)
 
     def claim() -> Origin:
-        earlier = _earlier_attempt()
+        earlier = _earlier_attempt(None if memory is None else memory.folder)
         origin = _choose(search, given, earlier)
         if not writes:
             directory.adopt(origin.version, directory.claimed)
@@ -79,14 +82,17 @@ def claim_directory(
             origin,
             version=directory.version,
             identity=directory.identity,
-            memory=earlier.memory,
+            memory=memory,
             largest_micro_batch=earlier.largest_micro_batch,
             excluded_spans=excluded_by(directory) if origin.continues else (),
         )
 
     origin = on_rank_zero(world, claim)
     directory.adopt(origin.version, True, origin.identity)
-    return origin
+    if origin.is_snapshot and memory is not None and origin.checkpoint is not None:
+        # Other nodes have it in memory of their own.
+        return replace(origin, memory=memory, checkpoint=memory.folder / origin.checkpoint.name)
+    return replace(origin, memory=memory)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class _EarlierAttempt:
     fit: FitRecord | None = None
     """The same fit of the attempt before; None if this is the first attempt."""
     memory: Path | None = None
-    """The directory of the fit's snapshots, if the launch has one."""
+    """The directory of the fit's snapshots on node 0, if the launch has one."""
     largest_micro_batch: int | None = None
     """The size of micro-batches that was found as a rank ran out of memory."""
 
@@ -105,15 +111,13 @@ class _EarlierAttempt:
         return given == "auto" or self.fit is not None
 
 
-def _earlier_attempt() -> _EarlierAttempt:
+def _earlier_attempt(memory: Path | None) -> _EarlierAttempt:
     """Read the records of this launch; without a launcher that keeps some there are none."""
     records = error_dir()
     if records is None:
         return _EarlierAttempt()
     number = attempt()
-    return _EarlierAttempt(
-        earlier_fit(records, number), memory_of_next_fit(records), largest_micro_batch(records, number)
-    )
+    return _EarlierAttempt(earlier_fit(records, number), memory, largest_micro_batch(records, number))
 
 
 def _choose(search: Search, given: str | Path | None, earlier: _EarlierAttempt) -> Origin:

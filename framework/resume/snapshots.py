@@ -1,8 +1,9 @@
 """``Snapshots``: the state of a fit in memory that outlives its ranks, from which restarted ranks continue.
 
 A snapshot is a checkpoint in a file system in memory: every strategy can save and load it, its tensors have checksums,
-and it counts once its manifest is written. Two directories take turns, so that one is complete at any time. The
-launcher's process removes both at its end.
+and it counts once its manifest is written. Two directories take turns, so that one is complete at any time. On several
+nodes each has both, with its own part and a copy of its neighbour's (checkpoint/node_folders.py). The launchers'
+processes remove them at their end.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..checkpoint.snapshot_slots import Slots, SnapshotInterval
 
 if TYPE_CHECKING:
     from ..checkpoint.deletion import BackgroundDeletion
+    from ..checkpoint.node_folders import NodeFolders
     from ..core.errors import PhalanxError
     from ..run.run import Run
 
@@ -40,15 +42,15 @@ class Snapshots:
 
     Args:
         run: the fit.
-        folder: the directory of its snapshots, the same for all ranks.
+        nodes: the directories of its snapshots.
         every: the number of optimizer steps between two, or ``"auto"`` for at most 2 % of the time.
         kept: the snapshot from which the fit was resumed, which is replaced last; None if there is none.
     """
 
-    def __init__(self, run: Run, folder: Path, every: int | str, kept: Path | None) -> None:
+    def __init__(self, run: Run, nodes: NodeFolders, every: int | str, kept: Path | None) -> None:
         self._run = run
-        self._folder = folder
-        self._slots = Slots(folder, kept)
+        self._nodes = nodes
+        self._slots = Slots(nodes.folder, kept)
         self._interval = SnapshotInterval(every, run.progress.global_step)
         self._counts_threads = run.device_type == "cpu"
         self._seconds = self._thread_seconds = 0.0
@@ -79,6 +81,7 @@ class Snapshots:
         interval.begin(step, found)
         path = self._slots.next()
         request = SaveRequest(path, asynchronous=True, optional=True, prune=self._written, on_done=self._done)
+        request.nodes = self._nodes
         request.make_room = partial(shutil.rmtree, path, ignore_errors=True)
         run.saver.save(request)
         self._seconds = time.perf_counter() - began
@@ -96,5 +99,5 @@ class Snapshots:
 
     def end(self) -> None:
         """Remove the snapshots of a fit that has ended well. Not collective."""
-        if self._run.world.is_global_zero:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._nodes.leads:
+            shutil.rmtree(self._nodes.folder, ignore_errors=True)

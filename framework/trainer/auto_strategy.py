@@ -71,13 +71,12 @@ def _plan_here(session: Session, request: StageRequest, activation_bytes: int | 
 def _snapshot_notes(requested: TrainerSettings, plan: MemoryPlan) -> list[str]:
     """Return a note about the host memory that snapshots take, if the fit takes any."""
     is_asked = bool(requested.snapshots) or (requested.max_restarts > 0 and requested.snapshots is None)
-    one_node = plan.local_size in (None, plan.world_size)
-    if not is_asked or not one_node:
+    if not is_asked:
         return []
     needed = COPIES * plan.size.checkpoint_bytes
     free = plan.memory.host * (plan.local_size or plan.world_size)
     verdict = "" if needed <= free else ", so none are taken, and restarts begin from checkpoints"
-    return [f"snapshots take {size_text(needed)} of host memory, of {size_text(free)} on the node{verdict}."]
+    return [f"snapshots take {size_text(needed)} of host memory on each node, of {size_text(free)}{verdict}."]
 
 
 def choose_strategy(session: Session, request: StageRequest) -> None:

@@ -11,7 +11,6 @@ from ..core.data_spans import from_json
 from ..core.errors import CheckpointError, ConfigurationError
 from ..data.accumulation_window import GlobalWindows, Windows
 from ..data.repeatable_windows import RepeatableWindows
-from ..distributed.collective_errors import on_rank_zero
 from ..launch.rescue import keep_target
 from ..loop import ManualStep
 from ..loop.automatic_step import AutomaticStep
@@ -237,27 +236,21 @@ def build_step(
 
 def snapshots_of(session: Session, run: Run, origin: Origin) -> Snapshots | NoSnapshots:
     """Return what takes the snapshots of a fit: nothing without a launcher that has memory for them. Collective."""
-    folder, given = origin.memory, session.settings.given.snapshots
-    if folder is None and given:
+    nodes, given = origin.memory, session.settings.given.snapshots
+    if nodes is None and given:
         run.note(
-            f"snapshots={given!r} has no effect on this run: they are for scripts whose ranks phalanx itself starts, "
-            "on one node."
+            f"snapshots={given!r} has no effect on this run: they are for scripts whose ranks phalanx itself starts."
         )
-    if folder is None or given is False:
+    if nodes is None or given is False:
         return NoSnapshots()
-    needed = COPIES * run.saver.estimate(weights_only=False)
-    saves = run.context.preemption_directory()
-
-    def free() -> int:
-        folder.mkdir(exist_ok=True)
-        if saves is not None:
-            keep_target(folder, own_path(saves, RESCUED, run.directory.identity))
-        return min(disk_free(folder), host_memory(1))
-
-    if (found := on_rank_zero(run.world, free)) < needed:
+    folder, needed = nodes.folder, COPIES * run.saver.estimate(weights_only=False)
+    if run.world.is_global_zero and (saves := run.context.preemption_directory()) is not None:
+        keep_target(folder, own_path(saves, RESCUED, run.directory.identity))
+    # Restarted ranks find all parts on their own node.
+    if (found := min(run.world.all_gather_object(min(disk_free(folder), host_memory(1))))) < needed:
         run.note(
-            f"No snapshots are taken, and restarts begin from checkpoints: they need {needed:,} bytes of memory, and "
-            f"{found:,} are free in {folder.parent.parent}."
+            f"No snapshots are taken, and restarts begin from checkpoints: they need {needed:,} bytes of memory on "
+            f"each node, and {found:,} are free in {folder.parent.parent}."
         )
         return NoSnapshots()
-    return Snapshots(run, folder, given or AUTO, origin.checkpoint if origin.is_snapshot else None)
+    return Snapshots(run, nodes, given or AUTO, origin.checkpoint if origin.is_snapshot else None)

@@ -49,8 +49,10 @@ def finds_by_restarts(settings: Settings, resources: Resources) -> bool:
 
 def restarts_exhausted(session: Session) -> bool:
     """Whether the launcher of this rank starts it again with smaller micro-batches if memory is short."""
+    if session.fabric.resources.num_nodes > 1 or session.settings.given.snapshots is False:
+        return False
     records = error_dir()
-    return records is not None and memory_of(records) is not None and session.settings.given.snapshots is not False
+    return records is not None and memory_of(records) is not None
 
 
 def note_exhausted(session: Session, error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import py_compile
 import re
@@ -93,6 +94,33 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_no_bit_changes(tmp_path: Pat
     assert re.search(GONE.format(1) + "\n" + again(0, 2), printed[0]), printed[0]
     assert re.search(again(0, 2), printed[2]), printed[2]
     whole = undisturbed(tmp_path / "whole", 2, strategy=strategy)
+    torch.testing.assert_close(weights(folder), whole, rtol=0.0, atol=0.0)
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [json.loads(line)[0] for line in (folder / "losses_0.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("lost", [[1], [1, 2]])
+def test_nodes_have_the_state_of_a_lost_one_in_memory_unless_its_neighbour_is_lost_too(
+    tmp_path: Path, lost: list[int]
+) -> None:
+    folder = tmp_path / "lost"
+    folder.mkdir()
+    given = ["--spares", "2", *arguments(folder, strategy="fsdp")]
+    with several_nodes(5, *given, nodes="3", temporary=tmp_path) as nodes:
+        wait_until(lambda: has_saved(folder, 8), seconds=90.0)
+        for number in lost:
+            nodes[number].kill()
+        checkpoints = next(folder.glob("phalanx_logs/*/checkpoints"))
+        checkpoints.rename(tmp_path / "moved")
+        codes, printed = outcome(nodes)
+    assert codes == [-signal.SIGKILL if number in lost else 0 for number in range(5)], printed
+    again = [after for before, after in itertools.pairwise(steps_of(folder)) if after <= before]
+    assert (again == [0]) == (len(lost) == 2), again
+    assert ("is on no node that is left" in printed[0]) == (len(lost) == 2), printed[0]
+    whole = undisturbed(tmp_path / "whole", 3, strategy="fsdp")
     torch.testing.assert_close(weights(folder), whole, rtol=0.0, atol=0.0)
 
 

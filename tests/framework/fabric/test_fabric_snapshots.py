@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launched_nodes import outcome, several_nodes
 from messages import refuses
 from ranks import run_script
 from small_fits import Tiny
@@ -15,6 +17,7 @@ from torch import nn
 from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError
 
+# With 0 ranks it runs on those of a launcher, which is what is killed: the node of the rank is lost.
 LOOP = """
 import os, signal, sys
 import torch
@@ -23,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import Fabric
 
 strategy, ranks, restarts, every, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]
-fabric = Fabric(accelerator="cpu", strategy=strategy, devices=ranks, max_restarts=restarts, accumulate=2)
+fabric = Fabric(accelerator="cpu", strategy=strategy, devices=ranks or "auto", max_restarts=restarts, accumulate=2)
 fabric.launch()
 fabric.seed_everything(3)
 net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
@@ -47,7 +50,7 @@ for epoch in range(place["epoch"], 2):
         batches += 1
         fabric.snapshot({"epoch": epoch, "batches": batches}, every="auto" if every == "auto" else int(every))
         if f"{attempt}:{fabric.global_rank}:{batches}" in kills:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid() if ranks else os.getsid(0), signal.SIGKILL)
 weights = fabric.full_state_dict(model)
 if fabric.is_global_zero:
     ends = torch.cat([each.flatten() for each in weights.values()]).tolist()
@@ -75,6 +78,20 @@ def test_a_loop_whose_ranks_were_killed_ends_with_the_same_weights(strategy: str
     ends, continued = last_line(strategy, ranks, 3, 1, f"0:{last}:3", "1:0:6", f"2:{last}:{first_of_epoch}")
     assert ends == undisturbed
     assert len(continued) == 3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loop_goes_on_from_memory_after_its_node_is_lost(tmp_path: Path, strategy: str) -> None:
+    undisturbed, _ = last_line(strategy, 2, 0, 1)
+    (tmp_path / "loop.py").write_text(LOOP)
+    arguments = ["--spares", "1", str(tmp_path / "loop.py"), strategy, "0", "0", "1", "0:1:7"]
+    with several_nodes(3, *arguments, nodes="2", temporary=tmp_path) as nodes:
+        codes, printed = outcome(nodes)
+    assert codes == [0, -signal.SIGKILL, 0], printed
+    lines = printed[0].splitlines()
+    assert undisturbed in lines
+    # Batch 6 was the last one of a window.
+    assert "continues at batch 6" in lines
 
 
 def test_the_interval_is_found() -> None:

@@ -107,6 +107,15 @@ def test_a_damaged_snapshot_is_named_and_the_other_one_is_used(
     launch.fail(1)
 
 
+def test_what_a_rank_left_that_was_killed_while_it_wrote_one_takes_no_memory(launch: Launch) -> None:
+    launch.fail(4)
+    left = launch.memory / "fit_0" / f".{OLDER}.0123456789abcdef.tmp"
+    left.mkdir()
+    (left / "model-00000.safetensors").write_bytes(b"half")
+    launch.fail(4)
+    assert not left.exists()
+
+
 def test_a_newer_checkpoint_on_the_disk_is_used(launch: Launch, undisturbed: dict[str, Any]) -> None:
     saver = ModelCheckpoint(every_n_train_steps=1)
     launch.begin()
