@@ -73,7 +73,8 @@ def _say_facts(report: dict[str, Any]) -> None:
     if whole(report["restarts"]):
         lost = sum(as_number(report[name]) or 0.0 for name in ("redone_seconds", "waited_seconds"))
         again = f"{counted(report['repeated_steps'], 'step')} trained again"
-        pairs.append(("restarts", f"{report['restarts']}, {again}, {span_text(lost)} lost"))
+        total = span_text(as_number(report["total_seconds"]) or 0.0)
+        pairs.append(("restarts", f"{report['restarts']}, {again}, {span_text(lost)} of {total} lost"))
     for name, value in pairs:
         if value:
             say_fitted(f"{name:<9}{value}")

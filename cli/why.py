@@ -12,9 +12,9 @@ from .terminal_text import say_json, say_wrapped
 
 _KEYS = (
     "run", "path", "state", "exit_code", "stopped", "began", "ended", "duration_seconds", "why", "resume_from",
-    "rewinds",
+    "restarts", "total_seconds", "went_on", "rewinds",
 )  # fmt: skip
-_MOST_REWINDS = 3
+_MOST_LINES = 3
 
 
 def explain_run(given: argparse.Namespace) -> int:
@@ -26,7 +26,9 @@ def explain_run(given: argparse.Namespace) -> int:
         return 0
     why = report["why"]
     say_wrapped(f"{shown_path(directory)} {why['sentence']}")
-    for rewind in report["rewinds"][-_MOST_REWINDS:]:
+    for number, sentence in list(enumerate(report["went_on"], 1))[-_MOST_LINES:]:
+        say_wrapped(f"attempt {number}: {sentence}")
+    for rewind in report["rewinds"][-_MOST_LINES:]:
         say_wrapped(rewind["sentence"])
     if why["lost"]:
         say_wrapped(why["lost"])

@@ -97,9 +97,15 @@ def record_fit(directory: str, fit: FitRecord) -> None:
     write_atomically(_path(directory, len(fits(directory))), json.dumps(asdict(fit)))
 
 
-def run_directory(directory: str) -> Path | None:
+def output_directory(directory: str) -> Path | None:
     """Return the directory of the first fit of an attempt that has files, or None if there is none yet."""
     return next((Path(fit.directory) for fit in fits(directory) if fit.directory), None)
+
+
+def run_directory(directory: str) -> Path | None:
+    """Return the directory of the newest fit of an attempt; None if there is none yet, or if it has no files."""
+    newest = fits(directory)[-1:]
+    return Path(newest[0].directory) if newest and newest[0].directory else None
 
 
 def memory_link(launch_directory: str) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from ..core.errors import ConfigurationError, PhalanxError, Preempted
 from ..core.interception import intercept_loop
 from ..core.wording import counted
-from ..report import amend_report, how_to_resume
+from ..report import amend_report, how_to_resume, record_end
 from ..system.entry_script import Script, can_rerun_script
 from ..system.environment import hiding_secrets
 from ..system.processes import Process, die_with_parent
@@ -28,7 +28,7 @@ from .nodes import Nodes
 from .rank_output import RankOutput
 from .rank_states import RankStates
 from .rescue import rescue
-from .restart_policy import FINAL, RestartPolicy, memory_link, run_directory, smaller_micro_batch
+from .restart_policy import FINAL, RestartPolicy, memory_link, output_directory, run_directory, smaller_micro_batch
 from .supervisor import Supervisor
 from .verdict import Verdict
 
@@ -156,15 +156,17 @@ class _ScriptLauncher:
         head = f"attempt {context.attempt + 1}, begun {time.strftime('%Y-%m-%d %H:%M:%S')}"
         if (ended := self._prepare_server(context)) is not None:
             return self.nodes.agree(ended, self._supervisor)
-        with RankOutput(partial(run_directory, context.directory), head, self._shows_all, hiding_secrets()) as output:
+        with RankOutput(
+            partial(output_directory, context.directory), head, self._shows_all, hiding_secrets()
+        ) as output:
             try:
                 for rank in context.ranks:
                     self._supervisor.add(self._start(context, rank, output))
                 context.close_listener()
                 if is_last:
                     self.close()
-                directory = partial(run_directory, context.directory)
-                states = RankStates(context.directory, directory, lambda: self._supervisor.running)
+                find = partial(run_directory, context.directory)
+                states = RankStates(context.directory, find, lambda: self._supervisor.running)
                 with contextlib.closing(states):
                     nodes = self.nodes
                     verdict = self._supervisor.watch(
@@ -175,7 +177,9 @@ class _ScriptLauncher:
                 raise
             output.finish()
             verdict = self.nodes.agree(verdict, self._supervisor)
-            verdict = replace(verdict, advice=_amend_report(verdict, run_directory(context.directory)))
+            directory = run_directory(context.directory)
+            _record_end(verdict, directory)
+            verdict = replace(verdict, advice=_amend_report(verdict, directory))
             _show_output(verdict, output, self._shows_all)
             output.close()
         return verdict
@@ -233,6 +237,13 @@ def _standard_input(rank: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _record_end(verdict: Verdict, directory: Path | None) -> None:
+    """Add the verdict to the history of the run: ranks that were killed have not recorded how far they came."""
+    if verdict.failed and directory is not None:
+        with contextlib.suppress(OSError):
+            record_end(directory, verdict.step, verdict.exit_code, verdict.message)
 
 
 def _amend_report(verdict: Verdict, directory: Path | None) -> str:

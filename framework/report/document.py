@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from .run_files import RunFiles
 from .saved import best_checkpoint, saved_checkpoints
 from .series import OWN_PREFIX, History
 from .values import as_number, text, timestamp, whole
-from .verdicts import explain
+from .verdicts import explain, headline, went_on
 
 SCHEMA = 1
 # Facts that only the process of the fit, or its supervisor, knows: the rest of the report is made from files.
@@ -43,6 +44,8 @@ def build_report(files: RunFiles) -> dict[str, Any]:
         **_started(config),
         "resume_from": saved.newest,
     }
+    attempts = summarize_attempts(events.attempts, found["duration_seconds"])
+    found |= {name: attempts[name] for name in ("restarts", "total_seconds")}
     found["why"] = explain(found, config.get("ckpt_path"), (files.directory / CONFIGURATION).exists())
     complete: dict[str, Any] = finite({
         **found,
@@ -52,7 +55,7 @@ def build_report(files: RunFiles) -> dict[str, Any]:
         "memory": {"planned": config.get("memory_plan"), "measured": files.status.get("memory")},
         "curves": curves_of(events.history),
         "curves_left_out": len(events.history.left_out),
-        **summarize_attempts(events.attempts),
+        **attempts,
         "rewinds": _rewinds(files),
         "checkpoints": saved.rows,
         "checkpoints_count": saved.count,
@@ -162,13 +165,15 @@ def finite(value: Any) -> Any:
 # ---- attempts -------------------------------------------------------------------------------------------------------
 
 
-def summarize_attempts(attempts: Sequence[Attempt]) -> dict[str, Any]:
+def summarize_attempts(attempts: Sequence[Attempt], duration: float | None = None) -> dict[str, Any]:
     """Return the attempts of a run and the time lost between them, as JSON values.
+
+    ``duration`` is the time of the last attempt in seconds, by default that in which it has written something.
 
     ``redone_seconds`` is the time in which steps were trained that a later attempt has trained again.
     ``waited_seconds`` is the time between two attempts of the same launch, in which ranks were started again. Time
     between two launches, in which the run waited for its user or its queue, is ``paused_seconds``. ``goodput``
-    is the share of the time without pauses that was not lost in the other two ways.
+    is the share of the time without pauses, ``total_seconds``, that was not lost in the other two ways.
     """
     rows: list[dict[str, Any]] = []
     redone = waited = paused = 0.0
@@ -195,14 +200,19 @@ def summarize_attempts(attempts: Sequence[Attempt]) -> dict[str, Any]:
             "restart": attempt.attempt,
             "lost_steps": lost_steps,
             "lost_seconds": round(lost_seconds, 3),
+            "stopped": headline(attempt.message) or None,
         })  # fmt: skip
     first, last = (attempts[0], attempts[-1]) if attempts else (None, None)
-    end = 0.0 if last is None else last.ended if last.ended is not None else last.seen
-    total = 0.0 if first is None else end - first.began - paused
+    total = 0.0
+    if first is not None and last is not None:
+        end = last.ended if last.ended is not None else last.seen
+        total = last.began - first.began - paused + (end - last.began if duration is None else duration)
     return {
         "attempts": rows,
         "goodput": round(max(0.0, 1 - (redone + waited) / total), 4) if total > 0 else None,
+        "total_seconds": round(total, 3),
         "restarts": max(0, len(rows) - 1),
+        "went_on": [went_on(*pair) for pair in itertools.pairwise(rows)],
         "repeated_steps": repeated,
         "redone_seconds": round(redone, 3),
         "waited_seconds": round(waited, 3),

@@ -5,6 +5,7 @@
     {"note", "time"}                                                      a line that phalanx has shown
     {"data": {"step", "epoch", "batch", ...}}                             where in the data a step begins
     {"end": {"time", "step", "exit_code"}}                                the fit has ended by itself
+    {"end": {"time", "step", "exit_code", "message"}}                     its launcher has seen why its ranks ended
 
 A file that a killed process has cut off is read up to the cut. Times are in seconds since 1970.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +48,8 @@ class Attempt:
     host: str | None = None
     ended: float | None = None
     exit_code: int | None = None
+    message: str = ""
+    """Why it ended, as its launcher has printed it."""
     seen: float = 0.0
     """The last time at which it wrote anything."""
     reached: int = 0
@@ -91,9 +95,7 @@ class Events:
             except (LookupError, TypeError, ValueError):
                 self.damaged += 1
         elif isinstance(end := event.get("end"), dict) and self.attempts:
-            last = self.attempts[-1]
-            last.ended, last.exit_code = as_number(end.get("time")), end.get("exit_code")
-            last.look(last.ended or last.seen, int(as_number(end.get("step")) or 0))
+            self._end(self.attempts[-1], end)
 
     def _begin(self, begin: dict[str, Any]) -> None:
         seconds, step = as_number(begin.get("time")) or 0.0, int(as_number(begin.get("step")) or 0)
@@ -104,6 +106,13 @@ class Events:
         self.attempts = [*self.attempts, new][-MOST_ATTEMPTS:]
         # The values of a step are written under its index, which is the number of steps before it.
         self.history.cut(step)
+
+    def _end(self, last: Attempt, end: dict[str, Any]) -> None:
+        seconds, message = as_number(end.get("time")), end.get("message")
+        last.ended = seconds if last.ended is None else last.ended
+        last.exit_code = end.get("exit_code") if last.exit_code is None else last.exit_code
+        last.message = message if isinstance(message, str) else last.message
+        last.look(seconds or last.seen, int(as_number(end.get("step")) or 0))
 
 
 def read_events(directory: Path) -> Events:
@@ -135,11 +144,7 @@ class EventWriter:
 
     def append(self, events: list[dict[str, Any]]) -> None:
         """Add events. An error of the disk is raised, and the same events may be given again."""
-        text = "".join(json.dumps(event, separators=(",", ":"), default=str) + "\n" for event in events)
-        with open(self._path, "ab") as file:
-            # A process that was killed may have left half a line.
-            torn = self._path.stat().st_size and not _ends_line(self._path)
-            file.write((b"\n" if torn else b"") + text.encode("utf-8", "backslashreplace"))
+        _append(self._path, events)
         for event in events:
             self.events.take(event)
             self._values += len(event.get("values", ()))
@@ -162,11 +167,31 @@ class EventWriter:
                 lines.append(json.dumps({"step": row[0], "time": row[1], "values": row[2]}, separators=(",", ":")))
                 row = next(rows, None)
             # A later attempt that began at an earlier step removed the values, not the knowledge of the time.
-            end = {"time": one.ended or one.seen, "step": one.reached, "exit_code": one.exit_code}
+            end = {
+                "time": one.ended or one.seen, "step": one.reached, "exit_code": one.exit_code, "message": one.message,
+            }  # fmt: skip
             if following is not None:
                 lines.append(json.dumps({"end": end}))
         write_atomically(self._path, "\n".join(lines) + "\n")
         self._values = self.events.history.count()
+
+
+def record_end(directory: Path, step: int | None, exit_code: int, message: str) -> None:
+    """Record why a fit has ended whose processes are gone; ``step`` is None if it had not begun to train.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    end = {"time": time.time(), "step": step or 0, "exit_code": exit_code, "message": message}
+    _append(directory / HISTORY, [{"end": end}])
+
+
+def _append(path: Path, events: list[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(event, separators=(",", ":"), default=str) + "\n" for event in events)
+    with open(path, "ab") as file:
+        # A process that was killed may have left half a line.
+        torn = path.stat().st_size and not _ends_line(path)
+        file.write((b"\n" if torn else b"") + text.encode("utf-8", "backslashreplace"))
 
 
 def _ends_line(path: Path) -> bool:

@@ -85,7 +85,8 @@ def tiles(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield from measured(report)
     if restarts := whole(report.get("restarts")):
         lost = sum(as_number(report.get(name)) or 0.0 for name in ("redone_seconds", "waited_seconds"))
-        yield f"{restarts:,}", f"{'restart' if restarts == 1 else 'restarts'}, {span_text(lost)} lost"
+        total = span_text(as_number(report.get("total_seconds")) or 0.0)
+        yield f"{restarts:,}", f"{'restart' if restarts == 1 else 'restarts'}, {span_text(lost)} of {total} lost"
 
 
 def measured(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -232,8 +233,10 @@ def attempts_section(report: dict[str, Any]) -> str:
         lost = whole(each.get("lost_steps")) or 0
         again = f"{lost:,} steps, {span_text(as_number(each.get('lost_seconds')) or 0.0)}" if lost else "-"
         steps = f"{_count(each.get('from_step'))} to {_count(each.get('to_step'))}"
-        code = "" if each.get("exit_code") is None else text(each.get("exit_code"))
-        table.append([str(number), _moment(each.get("began")), _took(each), steps, again, code or "killed"])
+        code = "" if each.get("exit_code") is None else f"exit code {text(each.get('exit_code'))}"
+        end = text(each.get("stopped")) or code or "killed"
+        origin = text(each.get("checkpoint")).rpartition("/")[2] or "the beginning"
+        table.append([str(number), _moment(each.get("began")), _took(each), origin, steps, again, end])
     if report.get("state") in ("running", "silent"):
         table[-1][-1] = ""
     spans = (("redone_seconds", "trained again"), ("waited_seconds", "until ranks were started again"),
@@ -242,7 +245,7 @@ def attempts_section(report: dict[str, Any]) -> str:
     goodput = as_number(report.get("goodput"))
     kept = "" if goodput is None else f"; {goodput:.1%} of the time of ranks was not lost"
     spent = ", ".join(f"{span_text(seconds)} {label}" for seconds, label in amounts if seconds >= 0.05)
-    head = ["", "began", "time", "steps", "trained again by the next", "exit code of rank 0"]
+    head = ["", "began", "time", "from", "steps", "trained again by the next", "end"]
     spent = f'<p class="soft small">{escape((spent or "no time was lost") + kept)}</p>'
     return card("Restarts and time lost", _bar(report, attempts) + spent + table_of(head, table))
 

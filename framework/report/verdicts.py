@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError, ConfigurationError
+from ..core.wording import counted
 from .values import span_text
 
 _RESUMABLE = {"failed", "preempted", "stalled", "interrupted", "killed", "silent"}
@@ -17,7 +18,8 @@ def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = 
     """Return why a run ended, from the other parts of its report.
 
     Args:
-        found: the report so far, with ``state``, ``optimizer_steps``, ``resume_from`` and what describes the end.
+        found: the report so far, with ``state``, ``optimizer_steps``, ``resume_from``, ``restarts`` and what describes
+            the end.
         ckpt_path: the argument of ``fit`` that names the checkpoint to resume from.
         is_configured: whether the program takes this argument as an option.
     """
@@ -40,9 +42,23 @@ def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = 
 
 
 def how_to_resume(report: dict[str, Any]) -> str | None:
-    """Return the last line of the messages of a failed fit; None if there is no checkpoint to resume from."""
+    """Return the last line of the messages of a failed fit; None if it has neither trained nor saved anything."""
     why, newest = report["why"], report["resume_from"]
-    return f"{why['lost']}. To resume: {why['resume']}" if newest is not None and why["resume"] else None
+    if not why["resume"] or (newest is None and not why["lost_steps"]):
+        return None
+    if newest is None:
+        return f"{why['lost']}. To start again: {why['resume'].partition('   (')[0]}"
+    return f"{why['lost']}. To resume: {why['resume']}"
+
+
+def went_on(attempt: dict[str, Any], following: dict[str, Any]) -> str:
+    """Return why an attempt ended, from where the next one went on, and what it trained again."""
+    code, again = attempt["exit_code"], attempt["lost_steps"]
+    ended = f"it ended at step {attempt['to_step']:,}" + ("" if code is None else f" with exit code {code}")
+    origin = "from the beginning" if following["checkpoint"] is None else f"from {Path(following['checkpoint']).name}"
+    repeated = f"{counted(again, 'step')} trained again" if again else "no step trained again"
+    where = f", step {following['from_step']:,}" if following["from_step"] else ""
+    return f"{attempt['stopped'] or ended}; went on {origin}{where}, {repeated}"
 
 
 def headline(stopped: str | None) -> str:
@@ -76,6 +92,8 @@ def _sentence(found: dict[str, Any]) -> str:
     state, step, code = found["state"], found["optimizer_steps"], found["exit_code"]
     took = found["duration_seconds"]
     after = "" if took is None else f" after {span_text(took)}"
+    if found["restarts"]:
+        after = f" after {span_text(found['total_seconds'])} in {found['restarts'] + 1} attempts"
     # It is the end of a clause, which the reader of the sentence completes.
     reason = headline(found["stopped"]).rstrip(".")
     where = "before training began" if step is None else f"at step {step:,}"

@@ -39,6 +39,23 @@ trainer.fit(Model(), data, ckpt_path="auto")
 """
 
 
+# The rank is killed in the second of two fits.
+TWO_FITS = (
+    RESUMED.partition("trainer =")[0]
+    + """
+import os, signal
+class Killed(Model):
+    def training_step(self, batch, index):
+        if self.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, index)
+
+for model in (Model(), Killed()):
+    Trainer(accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_progress_bar=False).fit(model, data)
+"""
+)
+
+
 @pytest.fixture
 def rank_script(tmp_path: Path) -> Path:
     path = tmp_path / "rank.py"
@@ -100,6 +117,16 @@ def test_why_has_the_rank_and_the_step_of_the_launcher(
     assert (why["step"], why["lost_steps"]) == (step, lost)
     # The whole command, not that of a single rank.
     assert f"-n 2 {script}" in why["resume"]
+
+
+def test_a_failure_is_recorded_in_the_run_that_was_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(TWO_FITS)
+    assert run_script(LAUNCH, "-n", "1", "train.py", cwd=tmp_path).returncode == 128 + signal.SIGKILL
+    why = CalledCommand("why", capsys)
+    first, second = (json.loads(why(tmp_path / f"phalanx_logs/version_{n}", "--json").out) for n in range(2))
+    assert (first["state"], first["why"]["step"]) == ("finished", 4)
+    assert (second["exit_code"], second["why"]["step"]) == (128 + signal.SIGKILL, 2)
+    assert second["why"]["lost"] == "nothing lost: epoch=0-step=2.ckpt (step 2) is good"
 
 
 @pytest.mark.parametrize(

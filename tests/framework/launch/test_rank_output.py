@@ -83,11 +83,13 @@ def test_the_screen_shows_rank_0_and_the_failure(tmp_path: Path, what: str) -> N
     (report,) = tmp_path.rglob("report.json")
     shown = json.loads(report.read_text())
     assert shown["exit_code"] == done.returncode
-    assert shown["stopped"].splitlines()[-1] == lines[-1]
+    *_, message, advice = lines
+    assert shown["stopped"].splitlines()[-1] == message
+    assert advice.startswith("phalanx: all 3 steps are lost: there is no checkpoint. To start again: ")
     if what == "crash":
         assert done.returncode == 128 + signal.SIGSEGV
-        assert lines[-1].startswith("rank 1 (pid ")
-        assert lines[-1].endswith("was killed by SIGSEGV at step 3 (epoch 0, batch 3)")
+        assert message.startswith("rank 1 (pid ")
+        assert message.endswith("was killed by SIGSEGV at step 3 (epoch 0, batch 3)")
         assert "[rank 1] the last of it" in lines
         return
     assert done.returncode == 1
@@ -96,7 +98,7 @@ def test_the_screen_shows_rank_0_and_the_failure(tmp_path: Path, what: str) -> N
     assert len(lines) - place <= 15
     assert lines[place - 1].strip().startswith('File "')
     assert "in training_step" in lines[place - 1]
-    assert "mat1 and mat2 shapes cannot be multiplied" in lines[-1]
+    assert "mat1 and mat2 shapes cannot be multiplied" in message
     # The full traceback is in the file.
     assert "framework/loop/fit_loop.py" in second
     assert "framework/loop/fit_loop.py" not in done.stdout

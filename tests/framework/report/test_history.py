@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.framework.report import event_log
 from phalanx.framework.report.document import summarize_attempts
-from phalanx.framework.report.event_log import HISTORY, EventWriter, read_events
+from phalanx.framework.report.event_log import HISTORY, EventWriter, read_events, record_end
 from phalanx.framework.report.series import MOST_POINTS, MOST_SERIES, History, thinned
 
 
@@ -73,6 +73,21 @@ def test_the_time_lost_is_counted_by_cause(tmp_path: Path) -> None:
     assert found["goodput"] == pytest.approx(1 - 7 / 15, abs=1e-4)
     assert [each["to_step"] for each in found["attempts"]] == [10, 8, 8]
     assert [each["exit_code"] for each in found["attempts"]] == [None, 75, None]
+
+
+def test_the_launcher_adds_how_far_a_killed_attempt_came_and_why_it_ended(tmp_path: Path) -> None:
+    EventWriter(tmp_path).append([{"begin": {"time": 0.0, "step": 0}}])
+    record_end(tmp_path, 20, 137, "rank 1 was killed at step 20")
+    EventWriter(tmp_path).append([{"begin": {"time": 13.0, "step": 14, "attempt": 1, "checkpoint": "a/b.ckpt"}}])
+    # It has recorded its end itself.
+    EventWriter(tmp_path).append([{"end": {"time": 15.0, "step": 30, "exit_code": 75}}])
+    record_end(tmp_path, 29, 1, "preempted")
+    first, second = read_events(tmp_path).attempts
+    assert (first.reached, first.exit_code) == (20, 137)
+    assert (second.reached, second.ended, second.exit_code, second.message) == (30, 15.0, 75, "preempted")
+    found = summarize_attempts([first, second])
+    assert found["repeated_steps"] == 6
+    assert found["went_on"] == ["rank 1 was killed at step 20; went on from b.ckpt, step 14, 6 steps trained again"]
 
 
 def test_a_file_that_a_kill_has_cut_off_is_read_and_continued(tmp_path: Path) -> None:
