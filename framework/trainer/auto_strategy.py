@@ -65,7 +65,7 @@ def _plan_here(session: Session, request: StageRequest, activation_bytes: int | 
     if not memory.device_is_host:
         machines = replace(machines, device_type="cuda")
     plan = _plan(session, module, memory, measured, machines)
-    return plan.with_notes(*_snapshot_notes(session.requested, plan))
+    return plan.with_notes(*_snapshot_notes(session.requested, plan), *_verification_notes(session.requested, plan))
 
 
 def _snapshot_notes(requested: TrainerSettings, plan: MemoryPlan) -> list[str]:
@@ -77,6 +77,19 @@ def _snapshot_notes(requested: TrainerSettings, plan: MemoryPlan) -> list[str]:
     free = plan.memory.host * (plan.local_size or plan.world_size)
     verdict = "" if needed <= free else ", so none are taken, and restarts begin from checkpoints"
     return [f"snapshots take {size_text(needed)} of host memory on each node, of {size_text(free)}{verdict}."]
+
+
+def _verification_notes(requested: TrainerSettings, plan: MemoryPlan) -> list[str]:
+    """Return a note about the memory of verified steps, if the fit has any."""
+    given = requested.strategy
+    name = given if isinstance(given, str) and any(row.name == given for row in plan) else plan.chosen
+    # An engine's update is not computed again, so that its state is not copied.
+    if requested.verify_every is None or LAYOUTS[name].engine:
+        return []
+    held = plan[name].needs.device
+    # By the time of the update, gradients of a window have been reduced to the rank's part.
+    copies = size_text(held.parameters + min(held.gradients, held.parameters) + held.optimizer_state)
+    return [f"a verified step takes copies of weights, gradients and optimizer state: {copies} more under {name}."]
 
 
 def choose_strategy(session: Session, request: StageRequest) -> None:

@@ -408,6 +408,15 @@ def test_degrees_that_fit_are_proposed(mesh_script: Path) -> None:
     assert "parallel=" in " ".join(found["notes"])
 
 
+@pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("fsdp", 2)])
+def test_the_memory_of_verified_steps_is_noted(script: Path, strategy: str, parts: int) -> None:
+    script.write_text(SCRIPT.replace("max_steps=1", "max_steps=1, verify_every=10"))
+    notes = " ".join(planned(script, script.parent, strategy, 2, 64, "keeps")[0]["notes"])
+    # Weights, gradients and both moments of AdamW in fp32.
+    assert f"optimizer state: {size_text(4 * 4 * PARAMETERS // parts)} more under {strategy}." in notes
+    assert "a verified step" not in " ".join(planned(script, script.parent, "zero2", 2, 64, "keeps")[0]["notes"])
+
+
 @pytest.mark.parametrize(
     ("given", "takes"), [("snapshots=10", True), ("max_restarts=2", True), ("max_restarts=0", False)]
 )
