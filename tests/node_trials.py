@@ -93,7 +93,7 @@ def lose_to_fewer(folder: Path, strategy: str, at: int) -> None:
         hosts.cut()
         codes = ended(nodes, 90.0)
     if codes != [0, 1]:
-        raise RuntimeError(f"exit codes {codes}: {(folder / 'host_0.txt').read_text()}")
+        raise RuntimeError(f"exit codes {codes}")
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any], is_exact: bool) -> str:
@@ -143,6 +143,8 @@ def main() -> int:
                 except (RuntimeError, AssertionError, OSError) as error:
                     wrong += 1
                     print(f"{kind}, seed {seed}, {strategy}, lost after step {at}: {error}", flush=True)
+                    for path in sorted(folder.glob("host_*.txt")):
+                        print(f"--- {path.name}\n{path.read_text()}", flush=True)
                 shutil.rmtree(folder, ignore_errors=True)
             most = max(repeated, default=0)
             seconds = time.monotonic() - began
