@@ -45,4 +45,5 @@ def launch_ranks(
         num_ranks = max(1, num_devices())
     nodes = Nodes() if several is None else SeveralNodes(several, num_ranks)
     entry = Script([sys.executable], os.path.abspath(script), False, list(arguments))
-    launch_script(num_ranks, max_restarts, script=entry, nodes=nodes)
+    # Whether the script takes snapshots is not known here.
+    launch_script(num_ranks, max_restarts, script=entry, nodes=nodes, snapshots=True)

@@ -34,7 +34,7 @@ def list_runs(given: argparse.Namespace) -> int:
 
 def _line(one: dict[str, Any]) -> list[str]:
     began = parsed_time(one["began"])
-    seconds = one["duration_seconds"]
+    seconds = one["total_seconds"]
     step = "-" if one["step"] is None else f"{one['step']:,}"
     return [
         shown_path(Path(one["path"])),

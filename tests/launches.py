@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.framework.launch.fork_server_main import NAME
-from phalanx.framework.system.launcher_env import ATTEMPT, ERROR_DIR
+from phalanx.framework.system.launcher_env import ATTEMPT, ERROR_DIR, RESTARTS
 
 MARK = "PHALANX_KILL_TRIAL"
 # A loaded machine may take its time; on a quiet one all goes at once.
@@ -43,6 +43,7 @@ class Attempts:
         directory.mkdir(parents=True)
         self.patch.setenv(ERROR_DIR, str(directory))
         self.patch.setenv(ATTEMPT, str(self.number))
+        self.patch.setenv(RESTARTS, "1")
 
 
 class Launch:

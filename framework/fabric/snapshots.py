@@ -14,7 +14,7 @@ from ..core.errors import ConfigurationError, StorageError
 from ..core.wording import a_type
 from ..distributed.collective_errors import on_rank_zero
 from ..launch import open_memory
-from ..system.environment import error_dir
+from ..system.environment import error_dir, ranks_are_restarted
 from ..watchdog.heartbeat import OUTSIDE, SECTIONS, Heartbeat, resolve_stall_timeout
 from .checkpoints import Checkpoints
 from .collectives import Ranks
@@ -94,7 +94,7 @@ class Snapshots:
         if self._is_open:
             return
         self._is_open, records, world = True, error_dir(), self._ranks.world
-        self._nodes = nodes = open_memory(world, _say, _FOLDER)
+        self._nodes = nodes = open_memory(world, _say, _FOLDER) if ranks_are_restarted() else None
         if nodes is None or records is None:
             return
         found = on_rank_zero(world, lambda: newest_good([nodes.folder], _say))

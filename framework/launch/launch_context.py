@@ -94,6 +94,8 @@ class LaunchContext:
     num_ranks: int
     """The number of ranks on this node."""
     attempt: int = 0
+    restarts: bool = False
+    """Whether ranks that fail are started again."""
     node: NodePlace = field(default_factory=lambda: NodePlace(0, 1, LOOPBACK, 0, secrets.token_hex(8)))
 
     @property
@@ -116,7 +118,8 @@ class LaunchContext:
         )
         store_fd = self.inherited(rank).get(STORE_FD)
         threads = threads_for_ranks(self.num_ranks)
-        return rank_environment(place, store_fd, self.directory, threads, self.attempt, self.node.may_change)
+        changes = self.node.may_change
+        return rank_environment(place, store_fd, self.directory, threads, self.attempt, changes, self.restarts)
 
     def inherited(self, rank: int) -> dict[str, int]:
         """Return the descriptors that a rank inherits, by the environment variable with the descriptor's number."""
@@ -157,18 +160,18 @@ def shared_memory(launch_directory: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def launch_context(
-    launch_directory: str, num_ranks: int, attempt: int = 0, node: NodePlace | None = None
+    launch_directory: str, num_ranks: int, attempt: int = 0, restarts: bool = False, node: NodePlace | None = None
 ) -> Iterator[LaunchContext]:
     """Create the directory of an attempt, and its socket unless ``node`` is one of several."""
     directory = attempt_directory(launch_directory, attempt)
     os.mkdir(directory)
     if node is not None:
-        yield LaunchContext(directory, None, num_ranks, attempt, node)
+        yield LaunchContext(directory, None, num_ranks, attempt, restarts, node)
         return
     # Bound now and inherited by rank 0, so that no other process can take the port in between.
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(64, 4 * num_ranks))
     try:
-        yield LaunchContext(directory, listener, num_ranks, attempt)
+        yield LaunchContext(directory, listener, num_ranks, attempt, restarts)
     finally:
         listener.close()
 

@@ -86,6 +86,8 @@ class NodeRendezvous:
         self._num_waiting = 0
         self.num_spares = self._known_spares = 0
         """The number of launchers that do, as last read by node 0."""
+        self.spares_come = 0
+        """The number of launchers that have waited so far, as last read by node 0."""
         self.has_joined = False
         """Whether this launcher has had a place in a round."""
         self._number, self._most = number, most
@@ -142,6 +144,7 @@ class NodeRendezvous:
         if self._number < self._most and store.add(f"came/{self._number}", 1) == 1:
             return
         self.is_spare = self.was_spare = True
+        store.add("come", 1)
         store.add("waiting", 1)
         while not is_over():
             if store.add("taken", 0) < store.add("offered", 0):
@@ -164,6 +167,7 @@ class NodeRendezvous:
         self._num_waiting = self._handler.num_nodes_waiting()
         if self._number == 0:
             self.num_spares = self.store.add("waiting", 0)
+            self.spares_come = self.store.add("come", 0)
 
     def is_closed(self) -> bool:
         """Whether no further round follows."""

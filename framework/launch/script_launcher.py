@@ -96,7 +96,8 @@ def _run_attempts(
         nodes = launcher.nodes
         if (ended := nodes.meet(restarts, num_ranks, supervisor)) is not None:
             return ended
-        with launch_context(directory, num_ranks, restarts.attempt, nodes.place) as context:
+        starts_again = restarts.allowed > 0 or nodes.may_change
+        with launch_context(directory, num_ranks, restarts.attempt, starts_again, nodes.place) as context:
             may_follow = restarts.done < restarts.allowed or nodes.may_change or memory_link(directory).is_dir()
             verdict = launcher.run_attempt(context, is_last=not may_follow)
         ends = supervisor.is_shutting_down

@@ -170,12 +170,15 @@ class SeveralNodes(Nodes):
     def regroup(self, message: str) -> bool:
         """Let the nodes that are left, and spares, meet for the next attempt; return whether they may be enough.
 
-        ``message`` says why they have to. Node 0 ends the run if they are not enough.
+        ``message`` says why they have to. Node 0 ends the run if they are not enough. Spares that have not come yet are
+        waited for.
         """
         rendezvous = self._rendezvous
         if self._is_unreachable or self._over is not None or rendezvous is None:
             return False
-        if self._options.number == 0 and len(rendezvous.present) + rendezvous.num_spares < self._options.least:
+        to_come = max(0, self._options.spares - rendezvous.spares_come)
+        left = len(rendezvous.present) + rendezvous.num_spares + to_come
+        if self._options.number == 0 and left < self._options.least:
             return False
         self._lost = message
         self._record = self._round = None

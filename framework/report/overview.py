@@ -65,6 +65,7 @@ def overview(directory: Path) -> dict[str, Any]:
         "world_size": whole(resolved.get("world_size")),
         "began": None if began is None else timestamp(began),
         "duration_seconds": seconds,
+        "total_seconds": as_number(end.get("total_seconds")) or seconds,
         "stopped": end.get("stopped", status.get("message")),
         "problems": files.problems,
     })  # fmt: skip

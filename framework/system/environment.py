@@ -22,6 +22,7 @@ from .launcher_env import (
     DIRECTORY,
     ELASTIC,
     ERROR_DIR,
+    RESTARTS,
     RUN,
     STORE_FD,
     Job,
@@ -77,7 +78,13 @@ def threads_for_ranks(num_ranks: int) -> int:
 
 
 def rank_environment(
-    place: Placement, store_fd: int | None, error_dir: str, threads: int, attempt: int = 0, may_change: bool = False
+    place: Placement,
+    store_fd: int | None,
+    error_dir: str,
+    threads: int,
+    attempt: int = 0,
+    may_change: bool = False,
+    restarts: bool = False,
 ) -> dict[str, str]:
     """Return the full environment for a rank that phalanx starts on this machine.
 
@@ -87,6 +94,7 @@ def rank_environment(
         store_fd: the listening socket that rank 0 inherits and serves the rendezvous on; None for the others, and if
             another process serves it.
         may_change: whether the next attempt may have another number of ranks.
+        restarts: whether ranks that fail are started again.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {
@@ -104,6 +112,7 @@ def rank_environment(
         RUN: place.run,
         STORE_FD: "" if store_fd is None else str(store_fd),
         ELASTIC: "1" if may_change else "",
+        RESTARTS: "1" if restarts else "",
     }
 
 
@@ -253,6 +262,11 @@ def attempt() -> int:
 def num_ranks_may_change() -> bool:
     """Whether the launcher of this rank may start the run again with another number of ranks."""
     return bool(os.environ.get(ELASTIC))
+
+
+def ranks_are_restarted() -> bool:
+    """Whether the launcher of this rank starts ranks that fail again."""
+    return bool(os.environ.get(RESTARTS))
 
 
 def sets_threads() -> bool:

@@ -21,6 +21,7 @@ ERROR_DIR = "PHALANX_ERROR_DIR"
 ATTEMPT = "PHALANX_ATTEMPT"
 # Whether the next attempt may have another number of ranks.
 ELASTIC = "PHALANX_ELASTIC"
+RESTARTS = "PHALANX_RESTARTS"
 # A random value, a new one for each attempt.
 RUN = "PHALANX_RUN"
 # The command that has started the ranks, as a shell reads it.

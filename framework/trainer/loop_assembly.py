@@ -24,6 +24,8 @@ from ..parallel.strategy import Routed
 from ..resume.preempted_save import RESCUED, own_path
 from ..resume.snapshots import NoSnapshots, Snapshots
 from ..run.overrides import is_overridden
+from ..system.environment import ranks_are_restarted
+from .script_ranks import finds_by_restarts
 from .settings import REWIND
 
 if TYPE_CHECKING:
@@ -241,7 +243,8 @@ def snapshots_of(session: Session, run: Run, origin: Origin) -> Snapshots | NoSn
         run.note(
             f"snapshots={given!r} has no effect on this run: they are for scripts whose ranks phalanx itself starts."
         )
-    if nodes is None or given is False:
+    is_used = ranks_are_restarted() or finds_by_restarts(session.settings, session.fabric.resources)
+    if nodes is None or given is False or (given is None and not is_used):
         return NoSnapshots()
     folder, needed = nodes.folder, COPIES * run.saver.estimate(weights_only=False)
     if run.world.is_global_zero and (saves := run.context.preemption_directory()) is not None:

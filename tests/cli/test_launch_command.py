@@ -56,6 +56,11 @@ for model in (Model(), Killed()):
 )
 
 
+# Killed a step after the checkpoint at the end of the first epoch.
+RESCUED = TWO_FITS.replace("global_step == 2", "global_step == 3").replace("(Model(), Killed())", "[Killed()]")
+RESCUED = RESCUED.replace("max_epochs=2,", "max_epochs=2, **eval(os.sys.argv[1]),")
+
+
 @pytest.fixture
 def rank_script(tmp_path: Path) -> Path:
     path = tmp_path / "rank.py"
@@ -127,6 +132,15 @@ def test_a_failure_is_recorded_in_the_run_that_was_training(tmp_path: Path, caps
     assert (first["state"], first["why"]["step"]) == ("finished", 4)
     assert (second["exit_code"], second["why"]["step"]) == (128 + signal.SIGKILL, 2)
     assert second["why"]["lost"] == "nothing lost: epoch=0-step=2.ckpt (step 2) is good"
+
+
+@pytest.mark.parametrize(("given", "count"), [("{}", 0), ("{'snapshots': 1}", 1)])
+def test_snapshots_that_a_launched_script_asks_for_are_rescued(tmp_path: Path, given: str, count: int) -> None:
+    (tmp_path / "train.py").write_text(RESCUED)
+    done = run_script(LAUNCH, "-n", "1", "train.py", given, cwd=tmp_path)
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout
+    assert "has no effect" not in done.stdout
+    assert len([*tmp_path.rglob("rescued.ckpt")]) == count
 
 
 @pytest.mark.parametrize(

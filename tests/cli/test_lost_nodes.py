@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import py_compile
@@ -140,6 +141,24 @@ def test_a_spare_that_is_lost_as_the_ranks_start_again_is_replaced_too(tmp_path:
             codes, printed = outcome([nodes[0], replacement])
     assert codes == [75, 75], printed
     assert re.search(GONE.format(2) + "\n" + again(0, 1), printed[0]), printed[0]
+
+
+@pytest.mark.timeout(240)
+def test_a_spare_that_has_not_come_yet_is_waited_for(tmp_path: Path, rank_script: Path) -> None:
+    arguments = [str(rank_script), str(tmp_path), "wait", "-"]
+    with several_nodes(2, "--spares", "1", *arguments, nodes="2", temporary=tmp_path) as nodes:
+        wait_until(lambda: len(started(tmp_path)) == 2, seconds=90.0)
+        kill(nodes[1])
+        # The loss is seen after five seconds.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            nodes[0].wait(8.0)
+        options = ["-n", "1", "--nodes", "2", "--spares", "1", "--node-rank", "2", "--rdzv", address_of(nodes[0])]
+        with started_script(LAUNCH, *options, *arguments) as spare:
+            wait_until(lambda: "rank_1_1" in started(tmp_path), seconds=90.0)
+            nodes[0].send_signal(signal.SIGTERM)
+            codes, printed = outcome([nodes[0], spare])
+    assert codes == [75, 75], printed
+    assert re.search(again(0, 2), printed[0]), printed[0]
 
 
 @pytest.mark.timeout(240)

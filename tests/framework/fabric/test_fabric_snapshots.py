@@ -119,6 +119,7 @@ def test_no_snapshot_is_taken_within_a_window(tmp_path: Path, monkeypatch: pytes
     for name in ("0", "memory"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("PHALANX_ERROR_DIR", str(tmp_path / "0"))
+    monkeypatch.setenv("PHALANX_RESTARTS", "1")
     for attempt in range(2):
         fabric = Fabric(accelerator="cpu", devices=1, accumulate=2)
         net = nn.Linear(3, 1)

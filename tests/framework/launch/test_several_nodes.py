@@ -325,7 +325,7 @@ def prepared(pair: Several, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(SlowServer, "environments", [])
     monkeypatch.setattr(script_launcher, "ForkServer", SlowServer)
     this = pair.launchers[1]
-    context = LaunchContext(str(tmp_path), None, 2, 0, NodePlace(1, 2, "127.0.0.1", 1))
+    context = LaunchContext(str(tmp_path), None, 2, 0, node=NodePlace(1, 2, "127.0.0.1", 1))
     launcher = script_launcher._ScriptLauncher(
         Script([sys.executable], "train.py", False, []), this.supervisor, this.nodes, (), False
     )
