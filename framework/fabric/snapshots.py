@@ -23,8 +23,6 @@ from .prepared import Prepared
 if TYPE_CHECKING:
     from ..checkpoint.node_folders import NodeFolders
 
-_FOLDER = "fabric"
-
 
 class Snapshots:
     """Takes snapshots of all objects of a loop, and restores the newest one in restarted ranks."""
@@ -37,6 +35,7 @@ class Snapshots:
         self._nodes: NodeFolders | None = None
         self._slots: Slots | None = None
         self._interval: SnapshotInterval | None = None
+        self._every: int | str = AUTO
         self._last_step = 0
         """The number of updates at the last call."""
         self._seconds = 0.0
@@ -56,11 +55,11 @@ class Snapshots:
     def take(self, values: Mapping[str, Any] | None, every: int | str) -> bool:
         """Take a snapshot if one is due; see ``Fabric.snapshot``. Collective."""
         began, step = time.perf_counter(), self._prepared.updates
-        if self._interval is None:
+        if self._interval is None or every != self._every:
             _check_values("snapshot", values)
             _check_interval(every)
             self._open()
-            self._interval = SnapshotInterval(every, self._last_step)
+            self._interval, self._every = SnapshotInterval(every, self._last_step), every
         self._mark()
         # A snapshot within a window of micro-batches would lose the gradients that are accumulated.
         is_after_update, self._last_step = step > self._last_step, step
@@ -94,7 +93,7 @@ class Snapshots:
         if self._is_open:
             return
         self._is_open, records, world = True, error_dir(), self._ranks.world
-        self._nodes = nodes = open_memory(world, _say, _FOLDER) if ranks_are_restarted() else None
+        self._nodes = nodes = open_memory(world, _say, is_loop=True) if ranks_are_restarted() else None
         if nodes is None or records is None:
             return
         found = on_rank_zero(world, lambda: newest_good([nodes.folder], _say))

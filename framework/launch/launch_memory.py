@@ -9,13 +9,11 @@ from ..checkpoint.deletion import clean_own
 from ..checkpoint.node_folders import NodeFolders, gather_newest
 from ..distributed.world import World
 from ..system.environment import error_dir
-from .restart_policy import fits, memory_of
-
-_FIT = "fit_{}"
+from .restart_policy import fits, memory_of, num_loops, record_loop
 
 
-def open_memory(world: World, note: Callable[[str], None], name: str | None = None) -> NodeFolders | None:
-    """Open the folders of the snapshots of a loop, the same in every attempt; None if a node has none. Collective.
+def open_memory(world: World, note: Callable[[str], None], is_loop: bool = False) -> NodeFolders | None:
+    """Open the folders for the snapshots of the next fit, the same in every attempt. Collective.
 
     Removes the folders of the attempt's earlier fits, which have ended or whose errors the program has caught, and what
     killed ranks have left of snapshots. Afterwards every node holds the newest snapshot.
@@ -23,19 +21,28 @@ def open_memory(world: World, note: Callable[[str], None], name: str | None = No
     Args:
         world: the ranks.
         note: called on rank 0 with a sentence about each snapshot that is lost.
-        name: the name of the folder, by default that of the next fit.
+        is_loop: whether it is a loop of a Fabric. Those before keep their folders: a script that is run again continues
+            each from its end, as it may have saved nothing else.
+
+    Returns:
+        The folders; None if the launch has no memory for snapshots on a node.
     """
     records = error_dir()
     own = None if records is None else memory_of(records)
-    # The fits are recorded on node 0.
-    every = world.all_gather_object((own is not None, 0 if own is None or records is None else len(fits(records))))
-    if own is None or not all(has_memory for has_memory, _ in every):
+    number = 0
+    if own is not None and records is not None:
+        number = num_loops(records) if is_loop else len(fits(records))
+    every = world.all_gather_object((own is not None, number))
+    if own is None or records is None or not all(has_memory for has_memory, _ in every):
         return None
+    # Fits and loops are recorded on node 0.
     number = every[0][1]
-    nodes = NodeFolders(world, own / (name or _FIT.format(number)))
+    nodes = NodeFolders(world, own / f"{'loop' if is_loop else 'fit'}_{number}")
+    if world.is_global_zero and is_loop:
+        record_loop(records)
     if nodes.leads:
-        for earlier in range(0 if name else number):
-            shutil.rmtree(own / _FIT.format(earlier), ignore_errors=True)
+        for earlier in range(0 if is_loop else number):
+            shutil.rmtree(own / f"fit_{earlier}", ignore_errors=True)
         nodes.folder.mkdir(exist_ok=True)
         clean_own(nodes.folder, note)
     gather_newest(world, nodes, note)

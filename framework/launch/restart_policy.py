@@ -97,6 +97,16 @@ def record_fit(directory: str, fit: FitRecord) -> None:
     write_atomically(_path(directory, len(fits(directory))), json.dumps(asdict(fit)))
 
 
+def num_loops(directory: str) -> int:
+    """Return the number of loops of a Fabric in an attempt that have opened memory for snapshots."""
+    return len([*Path(directory).glob("loop_*")])
+
+
+def record_loop(directory: str) -> None:
+    """Add a loop of a Fabric to the records of an attempt."""
+    (Path(directory) / f"loop_{num_loops(directory)}").touch()
+
+
 def output_directory(directory: str) -> Path | None:
     """Return the directory of the first fit of an attempt that has files, or None if there is none yet."""
     return next((Path(fit.directory) for fit in fits(directory) if fit.directory), None)

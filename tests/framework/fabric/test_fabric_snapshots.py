@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launched_nodes import outcome, several_nodes
+from launches import Attempts
 from messages import refuses
 from ranks import run_script
 from small_fits import Tiny
@@ -105,27 +106,60 @@ def test_a_step_that_fails_twice_is_not_tried_again() -> None:
     assert "optimizer step 3 failed twice in a row" in done.stdout
 
 
-def micro_batch(fabric: Fabric, model: Any, optimizer: Any) -> bool:
-    """Train on a micro-batch, of which two form a window; return whether a snapshot was taken after it."""
+def micro_batch(
+    fabric: Fabric, model: Any, optimizer: Any, values: dict[str, Any] | None = None, every: int = 1
+) -> bool:
+    """Train on a micro-batch; return whether a snapshot was taken after it."""
     with fabric.accumulate(model):
         fabric.backward(model(torch.ones(2, 3)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    return fabric.snapshot(every=1)
+    return fabric.snapshot(values, every=every)
 
 
 def test_no_snapshot_is_taken_within_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would lose the gradients of the window, also in a loop that has just been restored."""
-    for name in ("0", "memory"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setenv("PHALANX_ERROR_DIR", str(tmp_path / "0"))
-    monkeypatch.setenv("PHALANX_RESTARTS", "1")
+    (tmp_path / "memory").mkdir()
+    launch = Attempts(tmp_path, monkeypatch)
     for attempt in range(2):
+        launch.begin()
         fabric = Fabric(accelerator="cpu", devices=1, accumulate=2)
         net = nn.Linear(3, 1)
         model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
         assert fabric.load_snapshot() == bool(attempt)
         assert [micro_batch(fabric, model, optimizer) for _ in range(4)] == [False, True, False, True]
+
+
+def test_each_loop_of_a_script_has_snapshots_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory").mkdir()
+    launch, ends = Attempts(tmp_path, monkeypatch), list[torch.Tensor]()
+    for attempt in range(2):
+        launch.begin()
+        for number in range(2):
+            fabric = Fabric(accelerator="cpu", devices=1, accumulate=2)
+            net = nn.Linear(3, 1)
+            model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1 + number))
+            values: dict[str, Any] = {"loop": None}
+            assert fabric.load_snapshot(values) == bool(attempt)
+            if attempt:
+                assert values == {"loop": number}
+                torch.testing.assert_close(net.weight, ends[number], rtol=0, atol=0)
+            for _ in range(2):
+                micro_batch(fabric, model, optimizer, {"loop": number})
+            ends.append(net.weight.detach().clone())
+
+
+def test_another_interval_takes_effect_from_the_call_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory").mkdir()
+    Attempts(tmp_path, monkeypatch).begin()
+    fabric = Fabric(accelerator="cpu", devices=1)
+    net = nn.Linear(3, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    every = [1, 1, 3, 3, 3, 1]
+    taken = [micro_batch(fabric, model, optimizer, every=each) for each in every]
+    assert taken == [True, True, False, False, True, True]
 
 
 def test_without_restarts_nothing_is_kept() -> None:
