@@ -17,9 +17,11 @@ import json
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,11 @@ def steps_of(folder: Path) -> list[int]:
     """Return the steps that rank 0 has trained, in order."""
     path = folder / "losses_0.jsonl"
     return [json.loads(line)[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_step(folder: Path, at: int, nodes: Sequence[subprocess.Popen[Any]]) -> None:
+    """Wait until a step has been trained, or the run is over."""
+    wait_until(lambda: steps_of(folder)[-1:] >= [at] or any(each.poll() is not None for each in nodes), seconds=90.0)
 
 
 def weights_of(folder: Path) -> dict[str, Any]:
@@ -72,7 +79,7 @@ def lose_to_a_spare(folder: Path, strategy: str, at: int, deletes: bool) -> None
     """Kill the launcher of node 1 after a step; raise unless the others end well."""
     given = ["--spares", "1", str(SCRIPT), *arguments(folder, strategy)]
     with several_nodes(3, *given, nodes="2", temporary=folder) as nodes:
-        wait_until(lambda: steps_of(folder)[-1:] >= [at], seconds=90.0)
+        wait_for_step(folder, at, nodes)
         nodes[1].kill()
         if deletes:
             for number, checkpoints in enumerate(folder.glob("phalanx_logs/*/checkpoints")):
@@ -89,7 +96,7 @@ def lose_to_fewer(folder: Path, strategy: str, at: int) -> None:
     with two_hosts() as hosts:
         given = arguments(folder, strategy, SAMPLES)
         nodes = hosts.start_launched(launcher, SCRIPT, given, folder, nodes="1:2")
-        wait_until(lambda: steps_of(folder)[-1:] >= [at], seconds=90.0)
+        wait_for_step(folder, at, nodes)
         hosts.cut()
         codes = ended(nodes, 90.0)
     if codes != [0, 1]:
