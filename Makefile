@@ -189,7 +189,7 @@ parity: $(DEV)
 
 # What programs do to weights, gradients and modules, beside plain torch. ARGS='--strategy fsdp --action clamp --ranks 2'
 # tries some cells, and ARGS='--strategy my_package.strategies:MyStrategy' a strategy that is not part of phalanx.
-semantics: $(DEV)
+semantics: ops
 	$(PY) tests/semantics.py $(or $(ARGS),--write docs/semantics.md)
 
 # A model of the size of GPT-2, from and to the folders of transformers. ARGS='--strategies fsdp,zero3 --layers 2'

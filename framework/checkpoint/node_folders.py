@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, StorageError
 from ..distributed.rendezvous import destroy_group
 from ..distributed.world import World
 from ..system.atomic_files import write_synced
 from .inspection import candidates, furthest
-from .manifest import MANIFEST, Manifest, parse_at, read_manifest_bytes
-from .verify import problems_of
+from .manifest import MANIFEST, Manifest, parse_at, read_manifest, read_manifest_bytes
+from .verify import bad_files, problems_of
 
 _PIECE_BYTES = 16 * 2**20
 
@@ -45,6 +45,10 @@ class NodeFolders:
         for rank, place in enumerate(places):
             first.setdefault(place, rank)
         self.folder = folder
+        self.is_usable = True
+        """Whether what is in the folders can be continued from: all nodes hold the same newest checkpoint."""
+        self.serves_restarts = False
+        """Whether ranks that fail are started again, by the launcher of node 0."""
         self.leaders = list(first.values())
         """The first rank of each node."""
         self.leader = first[places[world.rank]]
@@ -135,42 +139,51 @@ class _Held:
     """What a node holds of a checkpoint."""
 
     name: str
-    manifest: bytes
+    checksum: str
+    """Of its manifest, which is the same on all nodes."""
     progress: tuple[float, ...]
     files: frozenset[str]
     """The files of which every byte is good."""
 
 
-def gather_newest(world: World, nodes: NodeFolders, note: Callable[[str], None]) -> None:
+def gather_newest(world: World, nodes: NodeFolders, note: Callable[[str], None]) -> bool:
     """Give every node all files of the newest checkpoint of which each file is left on some node. Collective.
 
-    Checkpoints of which files are lost are removed, and ``note`` is called with a sentence about each.
+    What is left of checkpoints that have lost files is removed.
 
     Args:
         world: the ranks.
         nodes: their folders.
-        note: called on rank 0.
+        note: called on rank 0 with a sentence about each checkpoint that cannot be used.
+
+    Returns:
+        Whether there is one that all nodes hold now; True for a single node, which is not searched.
     """
     if not nodes.are_several:
-        return
+        return True
     own = _held(nodes.folder) if nodes.leads else []
     every = {rank: held for rank, held in enumerate(world.all_gather_object(own)) if rank in nodes.leaders}
-    kinds = {held.manifest: held for of_node in every.values() for held in of_node}
+    kinds = {(held.name, held.checksum): held for of_node in every.values() for held in of_node}
     group = dist.new_group(nodes.leaders, backend="gloo")
     try:
         for newest in sorted(kinds.values(), key=lambda held: held.progress, reverse=True):
-            holders = _holders(newest, every)
-            manifest = parse_at(nodes.folder / newest.name, newest.manifest)
-            lost = sorted(set(manifest.files) - set(holders))
-            if not lost:
-                is_good = not nodes.leads or _take(nodes, world.rank, newest, manifest, holders, group)
-                if all(world.all_gather_object(is_good)):
-                    return
-                lost = ["a file that was copied"]
+            path, holders = nodes.folder / newest.name, _holders(newest, every)
+            source = next(rank for rank, of_node in every.items() if any(held == newest for held in of_node))
+            data = world.broadcast_object(read_manifest_bytes(path) if world.rank == source else b"", source)
+            manifest = parse_at(path, data)
+            if lost := sorted(set(manifest.files) - set(holders)):
+                if nodes.leads:
+                    shutil.rmtree(path, ignore_errors=True)
+                problems = [f"{lost[0]} is on none of the nodes."]
+            else:
+                own_problem = _take(path, world.rank, data, manifest, holders, group) if nodes.leads else ""
+                found = world.all_gather_object(own_problem)
+                problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem]
+            if not problems:
+                return True
             if world.is_global_zero:
-                note(f"Skipped {newest.name} of step {newest.progress[0]:.0f}: {lost[0]} is on no node that is left.")
-            if nodes.leads:
-                shutil.rmtree(nodes.folder / newest.name, ignore_errors=True)
+                note(f"Skipped {newest.name} of step {newest.progress[0]:.0f}: {problems[0]}")
+        return False
     finally:
         destroy_group([group])
 
@@ -180,13 +193,12 @@ def _held(folder: Path) -> list[_Held]:
     found = []
     for path in candidates(folder) if folder.is_dir() else ():
         try:
-            data = read_manifest_bytes(path)
-            manifest = parse_at(path, data)
+            manifest = read_manifest(path)
         except CheckpointError:
             continue
         there = [name for name in manifest.files if (path / name).exists()]
-        good = frozenset(name for name in there if not problems_of(path, manifest, [name]))
-        found.append(_Held(path.name, data, furthest(manifest), good))
+        bad = bad_files(path, manifest, there)
+        found.append(_Held(path.name, manifest.checksum, furthest(manifest), frozenset(there) - bad))
     return found
 
 
@@ -195,38 +207,54 @@ def _holders(newest: _Held, every: dict[int, list[_Held]]) -> dict[str, list[int
     holders: dict[str, list[int]] = {}
     for rank, of_node in every.items():
         for held in of_node:
-            for name in held.files if held.manifest == newest.manifest else ():
+            is_same = (held.name, held.checksum) == (newest.name, newest.checksum)
+            for name in held.files if is_same else ():
                 holders.setdefault(name, []).append(rank)
     return holders
 
 
 def _take(
-    nodes: NodeFolders,
+    path: Path,
     rank: int,
-    newest: _Held,
+    data: bytes,
     manifest: Manifest,
     holders: dict[str, list[int]],
     group: dist.ProcessGroup,
-) -> bool:
-    """Get the files of a checkpoint that this node lacks from others; return whether all are good."""
-    path, failures = nodes.folder / newest.name, list[Exception]()
-    if _manifest_of(path) != newest.manifest:
+) -> str:
+    """Get the files of a checkpoint that this node lacks from others; return why it could not, if so.
+
+    A failure does not stop the exchange, in which the others would wait.
+    """
+    failures: list[Exception] = []
+    missing = {name for name, ranks in holders.items() if rank not in ranks}
+    if _manifest_of(path) != data:
         # Another checkpoint, or the files of one without a manifest.
         shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True, exist_ok=True)
-    missing = {name for name, ranks in holders.items() if rank not in ranks}
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        needed, free = sum(manifest.files[name].size for name in missing), shutil.disk_usage(path).free
+        if needed > free:
+            failures.append(
+                StorageError(f"it needs {needed:,} bytes of memory, and {free:,} are free in {path.parent}.")
+            )
+    except OSError as error:
+        failures.append(error)
     for name in sorted(holders):
-        if len(holders[name]) < len(nodes.leaders):
+        if len(holders[name]) < dist.get_world_size(group):
+            source = holders[name][0]
             for piece in _pieces_of(name, manifest.files[name].size):
-                data = bytearray(piece.size) if name in missing else piece.read(path, failures)
-                dist.broadcast(_tensor(data), holders[name][0], group=group)
+                given = piece.read(path, failures) if rank == source else bytearray(piece.size)
+                dist.broadcast(_tensor(given), source, group=group)
                 if name in missing and not failures:
-                    piece.write(path, data, failures)
-    if failures or problems_of(path, manifest, missing):
-        return False
-    if _manifest_of(path) is None:
-        write_synced(path / MANIFEST, newest.manifest)
-    return True
+                    piece.write(path, given, failures)
+    if not failures and (problems := problems_of(path, manifest, missing)):
+        return problems[0]
+    try:
+        if not failures and _manifest_of(path) is None:
+            write_synced(path / MANIFEST, data)
+    except OSError as error:
+        failures.append(error)
+    return str(failures[0]) if failures else ""
 
 
 def _manifest_of(path: Path) -> bytes | None:

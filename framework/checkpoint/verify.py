@@ -51,6 +51,16 @@ def problems_of(path: str | os.PathLike[str], manifest: Manifest, files: Iterabl
     ]
 
 
+def bad_files(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[str]) -> set[str]:
+    """Read every byte of some of a checkpoint's files and return the names of those that are damaged."""
+    expected = _expected_headers(manifest, files)
+    return {
+        name
+        for name in expected
+        if any(True for _ in _file_problems(Path(path) / name, manifest.files[name], expected[name]))
+    }
+
+
 @names_arguments
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint has a good manifest and files of the right sizes. Cheap: no tensor is read."""

@@ -14,7 +14,7 @@ from ..core.errors import ConfigurationError, StorageError
 from ..core.wording import a_type
 from ..distributed.collective_errors import on_rank_zero
 from ..launch import open_memory
-from ..system.environment import error_dir, ranks_are_restarted
+from ..system.environment import error_dir
 from ..watchdog.heartbeat import OUTSIDE, SECTIONS, Heartbeat, resolve_stall_timeout
 from .checkpoints import Checkpoints
 from .collectives import Ranks
@@ -93,10 +93,11 @@ class Snapshots:
         if self._is_open:
             return
         self._is_open, records, world = True, error_dir(), self._ranks.world
-        self._nodes = nodes = open_memory(world, _say, is_loop=True) if ranks_are_restarted() else None
-        if nodes is None or records is None:
+        nodes = None if records is None else open_memory(world, _say, is_loop=True)
+        if nodes is None or records is None or not nodes.serves_restarts:
             return
-        found = on_rank_zero(world, lambda: newest_good([nodes.folder], _say))
+        self._nodes = nodes
+        found = on_rank_zero(world, lambda: newest_good([nodes.folder], _say)) if nodes.is_usable else None
         # Other nodes have it in memory of their own.
         self._found = None if found is None else nodes.folder / found.name
         # The newest one is replaced last, also in a loop that does not restore it.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..checkpoint.deletion import clean_own
 from ..checkpoint.node_folders import NodeFolders, gather_newest
 from ..distributed.world import World
-from ..system.environment import error_dir
+from ..system.environment import error_dir, ranks_are_restarted
 from .restart_policy import fits, memory_of, num_loops, record_loop
 
 
@@ -20,7 +20,7 @@ def open_memory(world: World, note: Callable[[str], None], is_loop: bool = False
 
     Args:
         world: the ranks.
-        note: called on rank 0 with a sentence about each snapshot that is lost.
+        note: called with a sentence about each snapshot that is lost.
         is_loop: whether it is a loop of a Fabric. Those before keep their folders: a script that is run again continues
             each from its end, as it may have saved nothing else.
 
@@ -32,8 +32,8 @@ def open_memory(world: World, note: Callable[[str], None], is_loop: bool = False
     number = 0
     if own is not None and records is not None:
         number = num_loops(records) if is_loop else len(fits(records))
-    every = world.all_gather_object((own is not None, number))
-    if own is None or records is None or not all(has_memory for has_memory, _ in every):
+    every = world.all_gather_object((own is not None, number, ranks_are_restarted()))
+    if own is None or records is None or not all(has_memory for has_memory, _, _ in every):
         return None
     # Fits and loops are recorded on node 0.
     number = every[0][1]
@@ -45,5 +45,7 @@ def open_memory(world: World, note: Callable[[str], None], is_loop: bool = False
             shutil.rmtree(own / f"fit_{earlier}", ignore_errors=True)
         nodes.folder.mkdir(exist_ok=True)
         clean_own(nodes.folder, note)
-    gather_newest(world, nodes, note)
+    # The options of other launchers may differ.
+    nodes.serves_restarts = every[0][2]
+    nodes.is_usable = gather_newest(world, nodes, note)
     return nodes

@@ -34,6 +34,8 @@ def rescue(launch_directory: str) -> str:
         target = Path(os.readlink(link))
         try:
             snapshot = newest_complete([link.parent], lambda manifest: None)
+            if snapshot is None and any(link.parent.glob("*.ckpt")):
+                return "the newest snapshot in memory is lost: parts of it are on other nodes"
             if snapshot is not None and not _is_behind(read_manifest(snapshot), target.parent):
                 return f"the newest snapshot in memory was saved as {_copied(snapshot, target)}"
         except (PhalanxError, OSError) as error:

@@ -92,14 +92,16 @@ def _run_attempts(
     launcher: _ScriptLauncher, supervisor: Supervisor, restarts: RestartPolicy, directory: str, num_ranks: int
 ) -> Verdict:
     """Run the ranks until they succeed or are not restarted; return the verdict on the last attempt."""
+    attempt: str | None = None
     while True:
         nodes = launcher.nodes
-        if (ended := nodes.meet(restarts, num_ranks, supervisor)) is not None:
-            return ended
+        if (verdict := nodes.meet(restarts, num_ranks, supervisor)) is not None:
+            break
         starts_again = restarts.allowed > 0 or nodes.may_change
         with launch_context(directory, num_ranks, restarts.attempt, starts_again, nodes.place) as context:
             may_follow = restarts.done < restarts.allowed or nodes.may_change or memory_link(directory).is_dir()
             verdict = launcher.run_attempt(context, is_last=not may_follow)
+            attempt = context.directory
         ends = supervisor.is_shutting_down
         if not ends and verdict.failed and (nodes.has_lost or nodes.makes_room()):
             # Neither the loss of a node nor another one that has come counts as a restart.
@@ -118,16 +120,18 @@ def _run_attempts(
             continue
         wait = None if ends else restarts.wait_before_restart(verdict.exit_code, verdict.step)
         if wait is None:
-            if verdict.failed and not supervisor.has_to_leave and (outcome := rescue(directory)):
-                write_error(f"phalanx: {outcome}")
-                verdict = replace(verdict, advice=_amend_report(verdict, run_directory(context.directory)))
-            return verdict
+            break
         write_error(
             f"{verdict.message}\nphalanx: the ranks are started again {f'in {wait:g} s' if wait else 'now'}, from the "
             f"newest snapshot or good checkpoint if there is one (restart {restarts.done} of {restarts.allowed})"
         )
         if (ended := supervisor.pause(wait)) is not None:
-            return ended
+            verdict = ended
+            break
+    if verdict.failed and attempt is not None and not supervisor.has_to_leave and (outcome := rescue(directory)):
+        write_error(f"phalanx: {outcome}")
+        verdict = replace(verdict, advice=_amend_report(verdict, run_directory(attempt)))
+    return verdict
 
 
 class _ScriptLauncher:

@@ -46,7 +46,9 @@ def build_report(files: RunFiles) -> dict[str, Any]:
     }
     attempts = summarize_attempts(events.attempts, found["duration_seconds"])
     found |= {name: attempts[name] for name in ("restarts", "total_seconds")}
+    found["began_with"] = attempts["attempts"][0] if attempts["attempts"] else None
     found["why"] = explain(found, config.get("ckpt_path"), (files.directory / CONFIGURATION).exists())
+    del found["began_with"]
     complete: dict[str, Any] = finite({
         **found,
         "progress": _progress(files),
@@ -211,8 +213,12 @@ def summarize_attempts(attempts: Sequence[Attempt], duration: float | None = Non
         "attempts": rows,
         "goodput": round(max(0.0, 1 - (redone + waited) / total), 4) if total > 0 else None,
         "total_seconds": round(total, 3),
-        "restarts": max(0, len(rows) - 1),
-        "went_on": [went_on(*pair) for pair in itertools.pairwise(rows)],
+        "restarts": sum(not attempt.is_rewind for attempt in attempts[1:]),
+        "went_on": [
+            went_on(*pair)
+            for pair, attempt in zip(itertools.pairwise(rows), attempts[1:], strict=True)
+            if not attempt.is_rewind
+        ],
         "repeated_steps": repeated,
         "redone_seconds": round(redone, 3),
         "waited_seconds": round(waited, 3),

@@ -1,6 +1,7 @@
 """``history.jsonl`` in a run's directory: what happened in a fit, one JSON value a line, appended while it trains.
 
-    {"begin": {"time", "step", "attempt", "checkpoint", "pid", "host"}}   a fit begins, or continues from a checkpoint
+    {"begin": {"time", "step", "attempt", "checkpoint", "pid", "host"}}   a fit begins, or continues from a checkpoint;
+                                                                          with "rewind" it has gone back to it itself
     {"step", "time", "values": {name: number}}                            values that were logged at an optimizer step
     {"note", "time"}                                                      a line that phalanx has shown
     {"data": {"step", "epoch", "batch", ...}}                             where in the data a step begins
@@ -44,6 +45,8 @@ class Attempt:
     attempt: int = 0
     """The number of restarts of its launch before it."""
     checkpoint: str | None = None
+    is_rewind: bool = False
+    """Whether the fit before has gone back to the checkpoint itself, without an end of its ranks."""
     pid: int | None = None
     host: str | None = None
     ended: float | None = None
@@ -101,18 +104,22 @@ class Events:
         seconds, step = as_number(begin.get("time")) or 0.0, int(as_number(begin.get("step")) or 0)
         checkpoint, host = (None if begin.get(name) is None else str(begin[name]) for name in ("checkpoint", "host"))
         pid, attempt = as_number(begin.get("pid")), int(as_number(begin.get("attempt")) or 0)
-        new = Attempt(seconds, step, attempt, checkpoint, None if pid is None else int(pid), host)
+        rewind = bool(begin.get("rewind"))
+        new = Attempt(seconds, step, attempt, checkpoint, rewind, None if pid is None else int(pid), host)
         new.look(seconds, step)
         self.attempts = [*self.attempts, new][-MOST_ATTEMPTS:]
         # The values of a step are written under its index, which is the number of steps before it.
         self.history.cut(step)
 
     def _end(self, last: Attempt, end: dict[str, Any]) -> None:
-        seconds, message = as_number(end.get("time")), end.get("message")
+        seconds, step, message = as_number(end.get("time")), as_number(end.get("step")), end.get("message")
+        if last.exit_code == 0:
+            # It has ended well; what failed later was another part of the script.
+            return
         last.ended = seconds if last.ended is None else last.ended
         last.exit_code = end.get("exit_code") if last.exit_code is None else last.exit_code
         last.message = message if isinstance(message, str) else last.message
-        last.look(seconds or last.seen, int(as_number(end.get("step")) or 0))
+        last.look(seconds or last.seen, last.reached if step is None else int(step))
 
 
 def read_events(directory: Path) -> Events:
@@ -159,7 +166,7 @@ class EventWriter:
         for index, one in enumerate(self.events.attempts):
             begin = {
                 "time": one.began, "step": one.step, "attempt": one.attempt,
-                "checkpoint": one.checkpoint, "pid": one.pid, "host": one.host,
+                "checkpoint": one.checkpoint, "rewind": one.is_rewind, "pid": one.pid, "host": one.host,
             }  # fmt: skip
             lines.append(json.dumps({"begin": begin}))
             following = self.events.attempts[index + 1].began if index + 1 < len(self.events.attempts) else None
@@ -182,7 +189,7 @@ def record_end(directory: Path, step: int | None, exit_code: int, message: str) 
     Raises:
         OSError: it cannot be written.
     """
-    end = {"time": time.time(), "step": step or 0, "exit_code": exit_code, "message": message}
+    end = {"time": time.time(), "step": step, "exit_code": exit_code, "message": message}
     _append(directory / HISTORY, [{"end": end}])
 
 

@@ -31,7 +31,8 @@ def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = 
         found = {**found, "optimizer_steps": step}
     lost = None
     if state in _RESUMABLE and step is not None:
-        lost = max(0, step - (newest["step"] or 0)) if newest is not None else step
+        first = found["began_with"] or {}
+        lost = max(0, step - ((first.get("from_step") if newest is None else newest["step"]) or 0))
     return {
         "sentence": _sentence(found),
         "step": step,
@@ -123,7 +124,11 @@ def _lost(found: dict[str, Any], lost: int | None) -> str:
     if lost is None:
         return ""
     if newest is None:
-        return "no checkpoint to resume from" if not lost else f"all {lost:,} steps are lost: there is no checkpoint"
+        since = (found["began_with"] or {}).get("from_step")
+        if not lost:
+            return "no checkpoint to resume from"
+        where = f"no checkpoint has been saved since step {since:,}" if since else "there is no checkpoint"
+        return f"{'1 step is' if lost == 1 else f'all {lost:,} steps are'} lost: {where}"
     about = "about " if found["state"] == "killed" else ""
     steps = f"{about}1 step is lost" if lost == 1 else f"{about}{lost:,} steps are lost"
     return f"{'nothing lost' if not lost else steps}: {newest['name']} (step {newest['step'] or 0:,}) is good"

@@ -61,6 +61,8 @@ class Origin:
     """The directories for snapshots that outlive the ranks, if the launch has them."""
     excluded_spans: tuple[Span, ...] = ()
     """The data that the run does not train on, by the record in its directory."""
+    is_rewind: bool = False
+    """Whether the fit goes back to the checkpoint, in the process that has trained further."""
     largest_micro_batch: int | None = None
     """The size of micro-batches that an earlier attempt of the launch found, as a rank ran out of memory."""
 

@@ -70,29 +70,30 @@ def claim_directory(
     # Without a launcher nothing outlives the ranks.
     memory = None if error_dir() is None else open_memory(world, note)
 
-    def claim() -> Origin:
-        earlier = _earlier_attempt(None if memory is None else memory.folder)
+    def claim() -> tuple[Origin, bool]:
+        earlier = _earlier_attempt(memory.folder if memory is not None and memory.is_usable else None)
         origin = _choose(search, given, earlier)
         if not writes:
             directory.adopt(origin.version, directory.claimed)
         else:
             origin = _lock(directory, search, origin, given, earlier)
         _record(directory, writes)
-        return replace(
+        origin = replace(
             origin,
             version=directory.version,
             identity=directory.identity,
-            memory=memory,
             largest_micro_batch=earlier.largest_micro_batch,
             excluded_spans=excluded_by(directory) if origin.continues else (),
         )
+        return origin, replace(origin, memory=memory).is_snapshot
 
-    origin = on_rank_zero(world, claim)
+    origin, is_snapshot = on_rank_zero(world, claim)
     directory.adopt(origin.version, True, origin.identity)
-    if origin.is_snapshot and memory is not None and origin.checkpoint is not None:
+    checkpoint = origin.checkpoint
+    if is_snapshot and memory is not None and checkpoint is not None:
         # Other nodes have it in memory of their own.
-        return replace(origin, memory=memory, checkpoint=memory.folder / origin.checkpoint.name)
-    return replace(origin, memory=memory)
+        checkpoint = memory.folder / checkpoint.name
+    return replace(origin, memory=memory, checkpoint=checkpoint)
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,10 @@ def claim_again(directory: RunDirectory, origin: Origin, world: World) -> Origin
 
     def claim() -> Origin:
         directory.acquire(fresh=False)
-        return replace(origin, verified=True, continues=True, excluded_spans=excluded_by(directory))
+        spans = excluded_by(directory)
+        return replace(origin, verified=True, continues=True, is_rewind=True, excluded_spans=spans, memory=None)
 
-    return on_rank_zero(world, claim)
+    return replace(on_rank_zero(world, claim), memory=origin.memory)
 
 
 def find_checkpoint(

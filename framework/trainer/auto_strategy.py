@@ -65,13 +65,14 @@ def _plan_here(session: Session, request: StageRequest, activation_bytes: int | 
     if not memory.device_is_host:
         machines = replace(machines, device_type="cuda")
     plan = _plan(session, module, memory, measured, machines)
-    return plan.with_notes(*_snapshot_notes(session.requested, plan), *_verification_notes(session.requested, plan))
+    notes = _snapshot_notes(session.requested, plan, resources.place.launcher)
+    return plan.with_notes(*notes, *_verification_notes(session.requested, plan))
 
 
-def _snapshot_notes(requested: TrainerSettings, plan: MemoryPlan) -> list[str]:
+def _snapshot_notes(requested: TrainerSettings, plan: MemoryPlan, launcher: str | None) -> list[str]:
     """Return a note about the host memory that snapshots take, if the fit takes any."""
     is_asked = bool(requested.snapshots) or (requested.max_restarts > 0 and requested.snapshots is None)
-    if not is_asked:
+    if not is_asked or launcher not in (None, "phalanx"):
         return []
     needed = COPIES * plan.size.checkpoint_bytes
     free = plan.memory.host * (plan.local_size or plan.world_size)

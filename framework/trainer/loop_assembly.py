@@ -24,7 +24,6 @@ from ..parallel.strategy import Routed
 from ..resume.preempted_save import RESCUED, own_path
 from ..resume.snapshots import NoSnapshots, Snapshots
 from ..run.overrides import is_overridden
-from ..system.environment import ranks_are_restarted
 from .script_ranks import finds_by_restarts
 from .settings import REWIND
 
@@ -241,16 +240,22 @@ def snapshots_of(session: Session, run: Run, origin: Origin) -> Snapshots | NoSn
     nodes, given = origin.memory, session.settings.given.snapshots
     if nodes is None and given:
         run.note(
-            f"snapshots={given!r} has no effect on this run: they are for scripts whose ranks phalanx itself starts."
+            f"snapshots={given!r} has no effect on this run: they are for scripts whose ranks phalanx itself starts, "
+            "and need /dev/shm on each node."
         )
-    is_used = ranks_are_restarted() or finds_by_restarts(session.settings, session.fabric.resources)
-    if nodes is None or given is False or (given is None and not is_used):
+    if nodes is None or given is False:
+        return NoSnapshots()
+    if given is None and not (nodes.serves_restarts or finds_by_restarts(session.settings, session.fabric.resources)):
         return NoSnapshots()
     folder, needed = nodes.folder, COPIES * run.saver.estimate(weights_only=False)
+    if nodes.leads:
+        # A rewind has removed it.
+        folder.mkdir(exist_ok=True)
     if run.world.is_global_zero and (saves := run.context.preemption_directory()) is not None:
         keep_target(folder, own_path(saves, RESCUED, run.directory.identity))
     # Restarted ranks find all parts on their own node.
-    if (found := min(run.world.all_gather_object(min(disk_free(folder), host_memory(1))))) < needed:
+    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if (found := min(run.world.all_gather_object(held + min(disk_free(folder), host_memory(1))))) < needed:
         run.note(
             f"No snapshots are taken, and restarts begin from checkpoints: they need {needed:,} bytes of memory on "
             f"each node, and {found:,} are free in {folder.parent.parent}."

@@ -27,6 +27,7 @@ def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
         "step": run.progress.global_step,
         "attempt": attempt(),
         "checkpoint": None if run.resumed is None else run.resumed.name,
+        "rewind": session.origin is not None and session.origin.is_rewind,
     }
     recorder = RunRecorder(session.directory.path, _View(session, loop).look, begin)
 

@@ -6,6 +6,7 @@ import resource
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,7 +133,7 @@ def test_two_neighbours_that_are_lost_take_a_part_with_them(tmp_path: Path, lost
     (good, notes), *others = run_on_ranks(3, gathered, str(tmp_path), [1], lose_folder, lost, True)
     assert [good, *(good for good, _ in others)] == [[], [], []]
     (note,) = notes
-    assert f"model-{lost[0] if lost != [0, 2] else 2:05d}.safetensors is on no node that is left" in note
+    assert f"model-{lost[0] if lost != [0, 2] else 2:05d}.safetensors is on none of the nodes" in note
 
 
 def test_an_older_one_is_taken_if_two_parts_of_the_newest_are_damaged(tmp_path: Path) -> None:
@@ -167,6 +168,28 @@ def test_a_node_without_room_for_a_copy_fails_the_save_on_all(tmp_path: Path) ->
         assert "2.ckpt' was not saved: rank 1: " in message
         assert is_good
         assert "1.ckpt" in names
+
+
+def without_room_for_what_was_lost(root: str) -> tuple[bool, list[str], list[bool]]:
+    world, nodes, paths = saved(root, [1, 2], sharded=True)
+    lose_folder(world.rank, [1], paths)
+    world.barrier()
+    notes: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=ELEMENTS))
+        is_usable = gather_newest(world, nodes, notes.append)
+    # What the others hold is there for another attempt, with another node.
+    world.barrier()
+    again = gather_newest(world, nodes, notes.append)
+    return is_usable, notes, [again, *(values(path, world.size, 2) for path in paths[1:])]
+
+
+def test_a_node_without_room_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    for is_usable, notes, goods in run_on_ranks(3, without_room_for_what_was_lost, str(tmp_path)):
+        assert not is_usable
+        assert all("rank 1: it needs 60,00" in note for note in notes)
+        assert all(goods)
 
 
 def on_one_node(root: str) -> list[Any]:

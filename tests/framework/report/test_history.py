@@ -90,6 +90,18 @@ def test_the_launcher_adds_how_far_a_killed_attempt_came_and_why_it_ended(tmp_pa
     assert found["went_on"] == ["rank 1 was killed at step 20; went on from b.ckpt, step 14, 6 steps trained again"]
 
 
+def test_a_return_to_a_checkpoint_is_no_restart_and_a_later_failure_no_end_of_a_fit(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path)
+    writer.append([{"begin": {"time": 0.0, "step": 0}}, {"end": {"time": 1.0, "step": 14, "exit_code": 1}}])
+    writer.append([{"begin": {"time": 1.0, "step": 12, "checkpoint": "a.ckpt", "rewind": True}}])
+    writer.append([{"end": {"time": 2.0, "step": 19, "exit_code": 0}}])
+    record_end(tmp_path, 19, 1, "ValueError: after the fit")
+    found = summarize_attempts(read_events(tmp_path).attempts)
+    assert (found["restarts"], found["went_on"]) == (0, [])
+    assert [each["stopped"] for each in found["attempts"]] == [None, None]
+    assert [each["exit_code"] for each in found["attempts"]] == [1, 0]
+
+
 def test_a_file_that_a_kill_has_cut_off_is_read_and_continued(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path)
     writer.append([{"step": 0, "time": 0.0, "values": {"loss": 1.0}}])

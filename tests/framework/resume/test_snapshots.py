@@ -116,6 +116,27 @@ def test_what_a_rank_left_that_was_killed_while_it_wrote_one_takes_no_memory(lau
     assert not left.exists()
 
 
+def test_a_run_that_goes_back_takes_further_snapshots(launch: Launch) -> None:
+    class Bad(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trained[-1:] == [5] and self.global_step == 5:
+                raise Failed
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if self.trained == [0, 1, 2, 3] else loss
+
+    launch.begin()
+    saver = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    module = Bad(fails_at=6)
+    with pytest.raises(Failed):
+        launch.fit(module, saver, max_steps=8, nonfinite="rewind")
+    assert module.trained == [0, 1, 2, 3, 2, 3, 4, 5]
+    assert sorted(path.name for path in (launch.memory / "fit_0").glob("*.ckpt")) == [OLDER, NEWEST]
+    launch.begin()
+    resumed = Model()
+    launch.fit(resumed, ModelCheckpoint(), max_steps=8)
+    assert resumed.trained == [6, 7]
+
+
 def test_a_newer_checkpoint_on_the_disk_is_used(launch: Launch, undisturbed: dict[str, Any]) -> None:
     saver = ModelCheckpoint(every_n_train_steps=1)
     launch.begin()
