@@ -11,12 +11,13 @@ from pathlib import Path
 from free_ports import FIRST, free_port
 from ranks import completed, started_script
 
-# The command, in a process that may have torch imported. Its limits on time are a few seconds.
+# The command, in a process that may have torch imported. Its limits on time are a few seconds: a launcher on a machine
+# that is busy may give no sign of life for five.
 LAUNCH = """
 import sys
 from phalanx.cli.main import main
 from phalanx.framework.launch import node_records, supervisor
-node_records.KEEP_ALIVE_SECONDS, node_records.KEEP_ALIVE_ATTEMPTS, supervisor.PREEMPT_SECONDS = 1, 5, 5.0
+node_records.KEEP_ALIVE_SECONDS, node_records.KEEP_ALIVE_ATTEMPTS, supervisor.PREEMPT_SECONDS = 1, 8, 5.0
 sys.exit(main(['launch', *sys.argv[1:]]))
 """
 # Records each start of a rank, and does what the second argument says, once or in every attempt.

@@ -149,9 +149,9 @@ def test_a_spare_that_has_not_come_yet_is_waited_for(tmp_path: Path, rank_script
     with several_nodes(2, "--spares", "1", *arguments, nodes="2", temporary=tmp_path) as nodes:
         wait_until(lambda: len(started(tmp_path)) == 2, seconds=90.0)
         kill(nodes[1])
-        # The loss is seen after five seconds.
+        # The loss is seen after eight seconds.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            nodes[0].wait(8.0)
+            nodes[0].wait(11.0)
         options = ["-n", "1", "--nodes", "2", "--spares", "1", "--node-rank", "2", "--rdzv", address_of(nodes[0])]
         with started_script(LAUNCH, *options, *arguments) as spare:
             wait_until(lambda: "rank_1_1" in started(tmp_path), seconds=90.0)
