@@ -16,7 +16,7 @@ from .run_files import RunFiles
 from .saved import best_checkpoint, saved_checkpoints
 from .series import OWN_PREFIX, History
 from .values import as_number, text, timestamp, whole
-from .verdicts import explain, headline, went_on
+from .verdicts import explain, went_on
 
 SCHEMA = 1
 # Facts that only the process of the fit, or its supervisor, knows: the rest of the report is made from files.
@@ -202,7 +202,7 @@ def summarize_attempts(attempts: Sequence[Attempt], duration: float | None = Non
             "restart": attempt.attempt,
             "lost_steps": lost_steps,
             "lost_seconds": round(lost_seconds, 3),
-            "stopped": headline(attempt.message) or None,
+            "stopped": attempt.message or None,
         })  # fmt: skip
     first, last = (attempts[0], attempts[-1]) if attempts else (None, None)
     total = 0.0

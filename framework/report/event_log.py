@@ -26,6 +26,7 @@ from ..system.failure_records import write_atomically
 from .data_marks import DataMark, with_mark, written
 from .series import History
 from .values import as_number
+from .verdicts import headline
 
 HISTORY = "history.jsonl"
 """The name of the file."""
@@ -52,7 +53,7 @@ class Attempt:
     ended: float | None = None
     exit_code: int | None = None
     message: str = ""
-    """Why it ended, as its launcher has printed it."""
+    """Why it ended, the first line of what its launcher has printed."""
     seen: float = 0.0
     """The last time at which it wrote anything."""
     reached: int = 0
@@ -189,7 +190,7 @@ def record_end(directory: Path, step: int | None, exit_code: int, message: str) 
     Raises:
         OSError: it cannot be written.
     """
-    end = {"time": time.time(), "step": step, "exit_code": exit_code, "message": message}
+    end = {"time": time.time(), "step": step, "exit_code": exit_code, "message": headline(message)}
     _append(directory / HISTORY, [{"end": end}])
 
 
