@@ -265,7 +265,7 @@ def _amend_report(verdict: Verdict, directory: Path | None) -> str:
     with contextlib.suppress(OSError, ValueError, PhalanxError):
         # A rank 0 that was killed has recorded its last step up to a second before.
         report = amend_report(directory, changes, {} if verdict.step is None else {"optimizer_steps": verdict.step})
-        return "" if verdict.exit_code in FINAL else how_to_resume(report) or ""
+        return "" if verdict.exit_code in FINAL else how_to_resume(report, was_launched=True) or ""
     return ""
 
 

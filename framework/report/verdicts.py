@@ -42,10 +42,13 @@ def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = 
     }
 
 
-def how_to_resume(report: dict[str, Any]) -> str | None:
-    """Return the last line of the messages of a failed fit; None if it has neither trained nor saved anything."""
+def how_to_resume(report: dict[str, Any], was_launched: bool = False) -> str | None:
+    """Return the last line of the messages of a failed fit; None if there is no checkpoint to resume from.
+
+    A launcher, after whose message no traceback follows, also says how to start a run again that has saved nothing.
+    """
     why, newest = report["why"], report["resume_from"]
-    if not why["resume"] or (newest is None and not why["lost_steps"]):
+    if not why["resume"] or (newest is None and not (was_launched and why["lost_steps"])):
         return None
     if newest is None:
         return f"{why['lost']}. To start again: {why['resume'].partition('   (')[0]}"

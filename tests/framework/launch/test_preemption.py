@@ -204,7 +204,9 @@ def test_runs_that_save_into_one_directory_leave_one_anothers_checkpoints(tmp_pa
 
 def stay(there: multiprocessing.synchronize.Event) -> None:
     there.set()
-    time.sleep(30.0)
+    # A signal that comes between two instructions of Python, just before the call, does not interrupt it.
+    for _ in range(3000):
+        time.sleep(0.01)
 
 
 def test_a_process_forked_by_a_fit_handles_signals_as_without_the_fit() -> None:
