@@ -1,7 +1,8 @@
 """A training run that writes its losses down: ``host_run.py FOLDER STRATEGY DEVICES NODES STEPS [SECONDS [SAMPLES]]``.
 
 With 0 for ``DEVICES`` it runs on whatever the launcher has started. With ``SECONDS`` each step takes so long, and a
-rank that is silent for 6 s ends the run. ``SAMPLES``: those of a global batch. A file ``enough`` in the folder ends the
+rank that is silent for 6 s ends the run. ``SAMPLES``: those of a global batch; then the limit is 15 s, longer than a
+launcher waits for a sign of life of another node. A file ``enough`` in the folder ends the
 run after the step under way. The weights at the end are in ``weights.pt``.
 """
 
@@ -63,7 +64,7 @@ def main(
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)],
-        stall_timeout=6.0 if seconds else None,
+        stall_timeout=(15.0 if samples else 6.0) if seconds else None,
         global_batch_size=int(samples) or None,
     )
     # Another number of ranks draws other random numbers.
