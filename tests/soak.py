@@ -5,9 +5,10 @@
 
 With ``--beside-disk`` a second run follows, which takes no snapshots in memory and restarts from the disk.
 
-The share is the time that the retained steps would have taken without a fault (their number times the median step),
-divided by the time from the command's start to its end. A restart costs the detection of the dead rank, the wait before
-the next attempt, the start of Python and torch on each rank, and the steps since the last checkpoint.
+The share is the time in which steps were trained that count, divided by the time from the command's start to its end.
+A second share takes the median step for all of them, so that copies and saves are lost time as well. A restart costs
+the detection of the dead rank, the wait before the next attempt, the start of Python and torch on each rank, and the
+steps since the last checkpoint.
 """
 
 from __future__ import annotations
@@ -101,15 +102,17 @@ def soak(root: Path, options: argparse.Namespace, source: str) -> float:
         launch.abandon()
     lines = [line.split() for line in (root / STEPS).read_text().splitlines()]
     steps = [(int(step), float(when)) for step, when in lines]
-    each = statistics.median(b - a for (one, a), (other, b) in itertools.pairwise(steps) if other == one + 1)
-    again = len(steps) - steps[-1][0]
-    share = steps[-1][0] * each / seconds
+    times = [b - a for (one, a), (other, b) in itertools.pairwise(steps) if other == one + 1]
+    each, again = statistics.median(times), len(steps) - steps[-1][0]
+    # Between the first step and the last, without restarts and what was computed again. The second share counts as lost
+    # what a step takes longer than most do: copies, saves, and other work of the machine.
+    share, by_median = (sum(times) - again * each) / seconds, steps[-1][0] * each / seconds
     damaged = [path.name for path in root.rglob("*.ckpt") if verify(path)]
     print(
         f"{strategy}, {ranks} ranks, from {source}: {kills} kills in {seconds:.0f} s; {steps[-1][0]} steps of "
         f"{each * 1e3:.1f} ms, "
         f"{again} computed again; exit code {launch.process.returncode}; damaged checkpoints: {damaged or 'none'}; "
-        f"{share:.1%} of the time was trained"
+        f"{share:.1%} of the time was trained, {by_median:.1%} by the median of a step"
     )
     if launch.process.returncode != PREEMPTED or damaged:
         raise SystemExit(launch.printed())
