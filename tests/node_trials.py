@@ -6,7 +6,8 @@
 ``spare``: the launcher of a node is killed, and the kernel kills its rank with it. The weights at the end must be
 those of the undisturbed run, bit for bit. In every second trial the checkpoints are deleted with the node, so that the
 run can only continue from memory. ``fewer``: the cable between two hosts is cut, which are network namespaces. The
-first one goes on alone, with the same global batch, to the weights of a run on one rank, up to rounding.
+first host continues alone with the same global batch. Its weights must match those of a run on one rank, up to
+rounding.
 """
 
 from __future__ import annotations

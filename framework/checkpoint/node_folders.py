@@ -46,7 +46,7 @@ class NodeFolders:
             first.setdefault(place, rank)
         self.folder = folder
         self.is_usable = True
-        """Whether what is in the folders can be continued from: all nodes hold the same newest checkpoint."""
+        """Whether all nodes hold the same newest checkpoint, so that ranks can continue from it."""
         self.serves_restarts = False
         """Whether ranks that fail are started again, by the launcher of node 0."""
         self.leaders = list(first.values())
@@ -136,7 +136,7 @@ def _tensor(data: bytearray) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a node holds of a checkpoint."""
+    """The files of one checkpoint on a node."""
 
     name: str
     checksum: str

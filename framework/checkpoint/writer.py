@@ -303,9 +303,9 @@ class Save:
                     failure = error
                     refusal = error_of([outcome_of(error, self.path)], self._what, self._world.size)
         # The broadcast is also the barrier: no rank returns before the checkpoint is published.
-        refusal, *given = self._world.broadcast_object((refusal, *(() if nodes is None else (manifest, sizes))))
-        if refusal is None and nodes is not None:
-            failure = self._publish_on_node(nodes, *given)
+        refusal, files = self._world.broadcast_object((refusal, None if nodes is None else (manifest, sizes)))
+        if refusal is None and nodes is not None and files is not None:
+            failure = self._publish_on_node(nodes, *files)
             outcomes = self._world.all_gather_object(outcome_of(failure, self.path))
             refusal = error_of(outcomes, self._what, self._world.size)
         if refusal is not None:

@@ -46,9 +46,9 @@ def build_report(files: RunFiles) -> dict[str, Any]:
     }
     attempts = summarize_attempts(events.attempts, found["duration_seconds"])
     found |= {name: attempts[name] for name in ("restarts", "total_seconds")}
-    found["began_with"] = attempts["attempts"][0] if attempts["attempts"] else None
-    found["why"] = explain(found, config.get("ckpt_path"), (files.directory / CONFIGURATION).exists())
-    del found["began_with"]
+    first = attempts["attempts"][0] if attempts["attempts"] else {}
+    is_configured = (files.directory / CONFIGURATION).exists()
+    found["why"] = explain({**found, "from_step": first.get("from_step")}, config.get("ckpt_path"), is_configured)
     complete: dict[str, Any] = finite({
         **found,
         "progress": _progress(files),

@@ -18,8 +18,8 @@ def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = 
     """Return why a run ended, from the other parts of its report.
 
     Args:
-        found: the report so far, with ``state``, ``optimizer_steps``, ``resume_from``, ``restarts`` and what describes
-            the end.
+        found: the report so far, with ``state``, ``optimizer_steps``, ``resume_from``, ``restarts``, ``from_step`` of
+            the first attempt, and what describes the end.
         ckpt_path: the argument of ``fit`` that names the checkpoint to resume from.
         is_configured: whether the program takes this argument as an option.
     """
@@ -31,8 +31,7 @@ def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = 
         found = {**found, "optimizer_steps": step}
     lost = None
     if state in _RESUMABLE and step is not None:
-        first = found["began_with"] or {}
-        lost = max(0, step - ((first.get("from_step") if newest is None else newest["step"]) or 0))
+        lost = max(0, step - ((found["from_step"] if newest is None else newest["step"]) or 0))
     return {
         "sentence": _sentence(found),
         "step": step,
@@ -127,7 +126,7 @@ def _lost(found: dict[str, Any], lost: int | None) -> str:
     if lost is None:
         return ""
     if newest is None:
-        since = (found["began_with"] or {}).get("from_step")
+        since = found["from_step"]
         if not lost:
             return "no checkpoint to resume from"
         where = f"no checkpoint has been saved since step {since:,}" if since else "there is no checkpoint"

@@ -66,6 +66,14 @@ def address_of(node: subprocess.Popen[str]) -> str:
     return given[given.index("--rdzv") + 1]
 
 
+def another_launcher(
+    first: subprocess.Popen[str], number: int, arguments: list[str]
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """Start another launcher of a run on two nodes with a spare, of which ``first`` is node 0."""
+    options = ["-n", "1", "--nodes", "2", "--spares", "1", "--node-rank", str(number), "--rdzv", address_of(first)]
+    return started_script(LAUNCH, *options, *arguments)
+
+
 def again(*numbers: int) -> str:
     return (
         "phalanx: the ranks are started again on " + ", ".join(rf"node {number} \(\S+\)" for number in numbers) + "\n"
@@ -133,8 +141,7 @@ def test_a_spare_that_is_lost_as_the_ranks_start_again_is_replaced_too(tmp_path:
         wait_until(lambda: len(started(tmp_path)) == 2, seconds=90.0)
         kill(nodes[1])
         wait_until(lambda: "rank_1_1" in started(tmp_path), seconds=90.0)
-        options = ["-n", "1", "--nodes", "2", "--spares", "1", "--node-rank", "1", "--rdzv", address_of(nodes[0])]
-        with started_script(LAUNCH, *options, *arguments) as replacement:
+        with another_launcher(nodes[0], 1, arguments) as replacement:
             kill(nodes[2])
             wait_until(lambda: "rank_1_2" in started(tmp_path), seconds=90.0)
             nodes[0].send_signal(signal.SIGTERM)
@@ -152,8 +159,7 @@ def test_a_spare_that_has_not_come_yet_is_waited_for(tmp_path: Path, rank_script
         # The loss is seen after eight seconds.
         with contextlib.suppress(subprocess.TimeoutExpired):
             nodes[0].wait(11.0)
-        options = ["-n", "1", "--nodes", "2", "--spares", "1", "--node-rank", "2", "--rdzv", address_of(nodes[0])]
-        with started_script(LAUNCH, *options, *arguments) as spare:
+        with another_launcher(nodes[0], 2, arguments) as spare:
             wait_until(lambda: "rank_1_1" in started(tmp_path), seconds=90.0)
             nodes[0].send_signal(signal.SIGTERM)
             codes, printed = outcome([nodes[0], spare])
