@@ -91,8 +91,8 @@ def test_a_loop_goes_on_from_memory_after_its_node_is_lost(tmp_path: Path, strat
     assert codes == [0, -signal.SIGKILL, 0], printed
     lines = printed[0].splitlines()
     assert undisturbed in lines
-    # Batch 6 was the last one of a window.
-    assert "continues at batch 6" in lines
+    # Batch 6 was the last one of a window; its snapshot may still have been on its way to the other node.
+    assert {"continues at batch 4", "continues at batch 6"} & set(lines)
 
 
 def test_the_interval_is_found() -> None:
