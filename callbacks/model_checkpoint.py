@@ -19,11 +19,12 @@ from ..framework.checkpoint.deletion import BackgroundDeletion, hide
 from ..framework.checkpoint.retention import CheckpointNames, NameTemplate, Retention
 from ..framework.checkpoint.save_request import SaveRequest
 from ..framework.core.absent_names import lacks
-from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
+from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError, is_count
 from ..framework.core.foreign_names import MEMBERS
 from ..framework.metrics.hparams_text import as_yaml
 from ..framework.metrics.logger import Logger
 from ..framework.metrics.monitor import doubtful_mode, given_mode, missing_metric
+from ..framework.storage.cached_url import local_place
 from ..framework.system.atomic_directories import delete_hidden
 from ..framework.system.atomic_files import absolute
 from .checkpoint_plan import SavePlan, SaveSchedule
@@ -83,6 +84,8 @@ class ModelCheckpoint(Callback):
         save_on_exception: when the fit ends with an error, save the state after its last optimizer step as
             ``on_exception.ckpt`` in ``dirpath``; see ``OnExceptionCheckpoint``, which also lists what is not restored
             and when nothing is saved.
+        keep_local: of checkpoints in a bucket, the number of newest ones whose tensors also stay on the local disk;
+            None for all. The others are read from the bucket.
 
     Raises:
         ConfigurationError: an argument is invalid, or two contradict one another.
@@ -135,12 +138,13 @@ class ModelCheckpoint(Callback):
         keep_last: int = 0,
         keep_every_nth: int = 0,
         save_on_exception: bool = False,
+        keep_local: int | None = None,
     ) -> None:
         if save_last not in (None, True, False, "link"):
             raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
         self.mode = given_mode("ModelCheckpoint", mode)
         self._doubt = doubtful_mode("ModelCheckpoint", monitor, mode)
-        self._given_dirpath = None if dirpath is None else str(absolute(dirpath))
+        self._given_dirpath = None if dirpath is None else str(absolute(local_place(dirpath)))
         self.dirpath = self._given_dirpath
         self.filename = filename
         self.monitor = monitor
@@ -149,6 +153,9 @@ class ModelCheckpoint(Callback):
         self.save_top_k = save_top_k
         self.save_weights_only = save_weights_only
         self.save_on_exception = save_on_exception
+        if keep_local is not None and not is_count(keep_local, 0):
+            raise ConfigurationError(f"ModelCheckpoint(keep_local={keep_local!r}): give a number, or None for all.")
+        self.keep_local = keep_local
         self._last_step = LastStep()
         self.auto_insert_metric_name = auto_insert_metric_name
         self.save_on_train_epoch_end = save_on_train_epoch_end

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError
+from ..framework.storage.cached_url import local_place
 from ..framework.system.atomic_files import absolute
 from .last_step import LastStep
 
@@ -33,6 +34,7 @@ class SavedAfterError:
     last_model_path: str = ""
     monitor: None = None
     dirpath: None = None
+    keep_local: None = None
 
     @property
     def saves_into(self) -> tuple[Path, Callable[[str], bool]]:
@@ -72,7 +74,7 @@ class OnExceptionCheckpoint(Callback):
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename:
             raise ConfigurationError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.")
-        self.dirpath = str(absolute(dirpath))
+        self.dirpath = str(absolute(local_place(dirpath)))
         self.filename = filename
         self._last = LastStep()
 

@@ -12,6 +12,8 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from ..framework.core.errors import ConfigurationError, did_you_mean
+from ..framework.storage.cached_url import is_url
+from ..framework.storage.mirror import refreshed
 
 # In the order of the help. A command that is not here is listed at the end.
 GROUPS = {
@@ -26,6 +28,8 @@ COMMAND = "COMMAND"
 """The placeholder of the name of a command, by which the errors of argparse refer to it."""
 # The help of a command fits a terminal of 80 columns.
 _WIDTH, _GROUP_WIDTH, _NAME_WIDTH = 80, 7, 12
+# Arguments that refer to runs and checkpoints, also by URLs.
+_LOCATIONS = ("directory", "given_run", "first", "second", "path", "paths", "other", "source")
 # Messages of argparse.
 _INVALID_CHOICE = re.compile(r"argument (?P<what>.+): invalid choice: (?P<given>'.*') \(choose from (?P<known>.*)\)")
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<given>\S+).*")
@@ -159,8 +163,18 @@ def run_command(given: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"{given.parser.prog} needs {package}, which is not installed: pip install '{given.needs}'."
         )
+    for name in _LOCATIONS:
+        if hasattr(given, name):
+            setattr(given, name, _local(getattr(given, name)))
     code: int = imported(given.run)(given)
     return code
+
+
+def _local(value: Any) -> Any:
+    """Return the local directories of arguments that are URLs."""
+    if isinstance(value, list):
+        return [_local(each) for each in value]
+    return str(refreshed(value)) if isinstance(value, str) and is_url(value) else value
 
 
 def imported(function: str) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """The run that ``kill_trials.py`` kills: ``kill_run.py ROOT STRATEGY RANKS ASYNCHRONOUS WORKERS``.
 
-STRATEGY may have degrees, as in ``"fsdp tp=2"``.
+STRATEGY may have degrees, as in ``"fsdp tp=2"``. With a sixth argument the run is in a bucket, below this URL.
 
 A checkpoint after every optimizer step, a validation every few batches, dropout, shuffling, a schedule of windows, and
 every loss in ``metrics.csv``. What it comes to is written to ``ROOT/result.json``.
@@ -99,7 +99,7 @@ def main() -> None:
         devices=ranks,
         parallel=degrees or None,
         max_epochs=2,
-        default_root_dir=root,
+        default_root_dir=sys.argv[6] if len(sys.argv) > 6 else root,
         logger=CSVLogger(),
         log_every_n_steps=1,
         enable_progress_bar=False,

@@ -54,6 +54,10 @@ class SavedCheckpoints(Protocol):
     def saves_into(self) -> tuple[Path, Callable[[str], bool]] | None:
         """The directory that the user gave, and a predicate for the names saved there; None for the run's own."""
 
+    @property
+    def keep_local(self) -> int | None:
+        """How many checkpoints in a bucket also stay on the local disk; None for all."""
+
 
 class CallbackContract(Protocol):
     """A callback as the engine sees it. ``Callback`` is the base class for users."""

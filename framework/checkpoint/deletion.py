@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..core.arguments import names_arguments
 from ..core.errors import StorageError
+from ..storage.mirror import after_change, refreshed
 from ..system.atomic_directories import delete_hidden, hide_directory, remove_tree
 from ..system.atomic_files import free_bytes, storage_error, sync_directory
 from ..system.file_lock import unheld
@@ -30,9 +31,11 @@ def remove(path: str | os.PathLike[str]) -> None:
     Raises:
         StorageError: the directory holds something that no checkpoint holds, or cannot be deleted.
     """
-    hidden = hide(path)
+    place = refreshed(path)
+    hidden = hide(place)
     if hidden is not None:
         delete_hidden(hidden)
+    after_change(place)
 
 
 def hide(path: str | os.PathLike[str]) -> Path | None:

@@ -15,6 +15,8 @@ from typing import Any, TypeGuard
 
 from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError
+from ..storage.mirror import refreshed
+from ..storage.remote_file import download_file
 from ..system.atomic_files import storage_error
 from .manifest import JSON, MANIFEST, Manifest, TensorRecord, parse_at, read_manifest, read_manifest_bytes
 from .verify import first_incomplete, verify, verify as verified
@@ -89,7 +91,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     Raises:
         CheckpointError: there is no checkpoint, its manifest is damaged, or it has a newer format version.
     """
-    return inspection_of(path, read_manifest(path))
+    return inspection_of(path, read_manifest(refreshed(path)))
 
 
 def inspection_of(path: str | os.PathLike[str], manifest: Manifest) -> Inspection:
@@ -219,7 +221,7 @@ def newest_good(
     are ignored.
     """
     directories = [directory] if isinstance(directory, (str, os.PathLike)) else directory
-    for path, manifest in _furthest_first(map(Path, directories), note):
+    for path, manifest in _furthest_first(map(refreshed, directories), note):
         reason = _reason_against(path, manifest) or (refuse(manifest) if refuse is not None else None)
         if reason is None:
             return path
@@ -294,6 +296,8 @@ def furthest(manifest: Manifest) -> tuple[int, int, float]:
 def _reason_against(path: Path, manifest: Manifest) -> str | None:
     if manifest.nonfinite is not None:
         return f"its weight {manifest.nonfinite!r} is not finite."
+    for name in manifest.files:
+        download_file(path / name)
     problems = verify(path)
     return None if not problems else problems[0]
 
@@ -330,7 +334,7 @@ def checkpoints(directory: str | os.PathLike[str], verify: bool = False) -> list
         CheckpointError: there is no such directory, or it is a checkpoint itself.
         StorageError: it cannot be read.
     """
-    folder = Path(directory)
+    folder = refreshed(directory)
     if os.path.lexists(folder / MANIFEST):
         raise CheckpointError(f"{str(folder)!r} is a checkpoint itself: inspect it, or give the directory it lies in.")
     if not folder.is_dir():

@@ -16,6 +16,8 @@ from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError, ConfigurationError, unknown
 from ..distributed.collective_errors import on_all_ranks
 from ..distributed.world import World
+from ..storage.mirror import refreshed
+from ..storage.remote_file import RemoteFile, download_file
 from . import codec
 from .manifest import (
     JSON,
@@ -45,7 +47,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: there is none, it is damaged, or of a newer format version.
     """
-    folder = Path(path).expanduser()
+    folder = refreshed(path).expanduser()
     return Checkpoint(folder, read_manifest(folder))
 
 
@@ -60,7 +62,7 @@ class Checkpoint:
         self.path, self.manifest = path, manifest
         self.document: JSON = manifest.document
         self.rank_documents: list[JSON] = manifest.rank_documents
-        self._files: OrderedDict[str, PlainFile] = OrderedDict()
+        self._files: OrderedDict[str, PlainFile | RemoteFile] = OrderedDict()
         self._seen: set[str] = set()
         self._verified: set[tuple[str, int]] = set()
 
@@ -242,7 +244,7 @@ class Checkpoint:
             raise self._refused(f"tensor {name!r} in {where} does not match its checksum; the checkpoint is damaged.")
         self._verified.add((part.file, part.start))
 
-    def _file(self, name: str) -> PlainFile:
+    def _file(self, name: str) -> PlainFile | RemoteFile:
         if name in self._files:
             self._files.move_to_end(name)
             return self._files[name]
@@ -397,7 +399,10 @@ def open_on_all_ranks(world: World, path: object, verified: bool = False) -> Che
 def _verify_together(world: World, checkpoint: Checkpoint) -> None:
     manifest = checkpoint.manifest
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    mine = problems_of(checkpoint.path, manifest, by_size[world.rank :: world.size])
+    own = by_size[world.rank :: world.size]
+    for name in own:
+        download_file(checkpoint.path / name)
+    mine = problems_of(checkpoint.path, manifest, own)
     problems = [problem for found in world.all_gather_object(mine) for problem in found]
     if problems:
         more = f" That is the first of {len(problems)} problems." if len(problems) > 1 else ""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
+from ..storage.remote_file import RemoteFile, remote_file
 
 # Small enough to stay in the processor's cache between hashing and writing.
 CHUNK_BYTES = 1 << 20
@@ -135,15 +136,17 @@ class PlainFile:
         return CheckpointError(f"{str(self.path)!r} cannot be read: {reason}. The checkpoint is damaged or incomplete.")
 
 
-def open_tensor_file(path: Path, record: FileRecord) -> PlainFile:
+def open_tensor_file(path: Path, record: FileRecord) -> PlainFile | RemoteFile:
     """Open a file and check its size and header against the manifest.
+
+    One that is in the cache of a bucket and has no local copy is read from the bucket.
 
     Raises:
         CheckpointError: they differ.
     """
     from xxhash import xxh3_64_hexdigest
 
-    file = PlainFile(path)
+    file = (None if os.path.lexists(path) else remote_file(path)) or PlainFile(path)
     if file.size != record.size:
         raise CheckpointError(
             f"{str(path)!r} has {file.size:,} bytes where the manifest says {record.size:,}; the checkpoint is damaged."

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError
+from ..storage.mirror import refreshed
 from .manifest import Manifest, read_manifest
 from .safetensors_header import CHUNK_BYTES, FileRecord, open_tensor_file, parse_header
 
@@ -22,6 +23,7 @@ _MOST_READINGS = 3
 @names_arguments
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """Read every byte of a checkpoint and return a list of problems, one sentence each; empty if it is good."""
+    path = refreshed(path)
     for _ in range(_MOST_READINGS):
         try:
             manifest = read_manifest(path)
@@ -65,6 +67,7 @@ def bad_files(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint has a good manifest and files of the right sizes. Cheap: no tensor is read."""
     try:
+        path = refreshed(path)
         return first_incomplete(path, read_manifest(path)) is None
     except CheckpointError:
         return False

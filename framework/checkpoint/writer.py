@@ -36,6 +36,8 @@ from torch import Tensor
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..distributed.world import World
+from ..storage.cached_url import local_place
+from ..storage.mirror import after_change
 from ..system.atomic_directories import HiddenDirectory, remove_tree, replace_directory
 from ..system.atomic_files import absolute, storage_error, write_synced
 from ..system.provenance import own_version
@@ -138,8 +140,8 @@ class Save:
         nodes: NodeFolders | None = None,
     ) -> None:
         # Not resolved: a link at the end of the path is replaced itself, never its target.
-        self.path = absolute(path)
-        self._also = None if also is None else absolute(also)
+        self.path = absolute(local_place(path))
+        self._also = None if also is None else absolute(local_place(also))
         self._contents = snapshot
         self._world = world
         self._sharded = sharded
@@ -348,6 +350,8 @@ class Save:
         if second is not None and self._also is not None:
             replace_directory(second, self._also, discard)
         self._release()
+        for path in filter(None, (self.path, self._also)):
+            after_change(path)
 
     def _manifest_bytes(self, written: list[_WrittenPart], rank_documents: list[JSON]) -> bytes:
         """Return the manifest."""

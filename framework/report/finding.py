@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..core.errors import ConfigurationError, did_you_mean
+from ..storage.cached_url import url_of
 from ..system.run_directory import CONFIG, REPORT
 from .recorder import STATUS
 from .run_files import is_run
@@ -69,7 +70,9 @@ def _closest(given: str, names: list[str]) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Return a path as a user types it: relative if it is below the working directory."""
+    """Return a path as a user types it: relative if it is below the working directory, the URL if it caches one."""
+    if (url := url_of(path)) is not None:
+        return url
     try:
         return path.absolute().relative_to(Path.cwd()).as_posix() or "."
     except ValueError:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..storage.mirror import after_change
 from ..system.atomic_files import write_text
 from ..system.run_directory import REPORT
 from .document import EVALUATIONS, OUTCOME, build_report
@@ -28,6 +29,8 @@ def finish_report(directory: Path, outcome: dict[str, Any]) -> dict[str, Any]:
     write_text(directory / REPORT, as_text(document))
     if has_page(files.config):
         write_text(directory / PAGE, render_page(document))
+        after_change(directory / PAGE)
+    after_change(directory / REPORT)
     return document
 
 

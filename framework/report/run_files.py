@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import INTERRUPTED, Preempted, StalledError
+from ..storage.cached_url import local_place
 from ..system.processes import start_of
 from ..system.run_directory import CONFIG, RANKS, REPORT, identity_of
 from .event_log import HISTORY, Events, read_events
@@ -104,7 +105,7 @@ class RunFiles:
         given = self.config.get("checkpoint_directories")
         own = self.directory / "checkpoints"
         others = given if isinstance(given, list) else []
-        return [Path(os.path.abspath(path)) for path in (own, *others) if isinstance(path, (str, Path))]
+        return [Path(os.path.abspath(local_place(path))) for path in (own, *others) if isinstance(path, (str, Path))]
 
     @cached_property
     def outcome(self) -> dict[str, Any]:

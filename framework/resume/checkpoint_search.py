@@ -209,6 +209,15 @@ def shared_directories(callbacks: Iterable[CallbackContract]) -> dict[Path, list
     return folders
 
 
+def mirrored_folders(directory: RunDirectory, callbacks: Iterable[CallbackContract]) -> dict[Path, int | None]:
+    """Return the directories of a run, its own first, and how many checkpoints of each stay on the local disk."""
+    folders: dict[Path, int | None] = {directory.path: None}
+    for saved in saved_by(callbacks):
+        place = saved.saves_into
+        folders[directory.path if place is None else place[0]] = saved.keep_local
+    return folders
+
+
 def newest_of_run(directory: RunDirectory, callbacks: Sequence[CallbackContract]) -> Path | None:
     """Return the complete checkpoint with the most progress from which this run can be resumed, or None.
 

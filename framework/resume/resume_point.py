@@ -17,8 +17,9 @@ from ..distributed.world import World
 from ..launch import open_memory
 from ..launch.restart_policy import FitRecord, earlier_fit, largest_micro_batch, record_fit
 from ..report import rewinds_of
+from ..storage.mirror import after_change, refresh_cached, refreshed
 from ..system.environment import attempt, error_dir
-from ..system.run_directory import RunDirectory
+from ..system.run_directory import IDENTITY, RunDirectory
 from .checkpoint_search import Found, Origin, Search, is_interrupted
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def checked_checkpoint_path(given: str | Path | None) -> str | Path | None:
         return given
     if not str(given).strip():
         raise ConfigurationError(f"ckpt_path={str(given)!r} names no checkpoint: give its directory, or None for none.")
-    path = Path(given).expanduser()
+    path = refreshed(given).expanduser()
     if not path.exists():
         raise CheckpointError(
             f"ckpt_path={str(given)!r} does not exist.{did_you_mean(str(given), WORDS)} Give a checkpoint's "
@@ -71,12 +72,17 @@ def claim_directory(
     memory = None if error_dir() is None else open_memory(world, note)
 
     def claim() -> tuple[Origin, bool]:
+        for folder in (directory.root / directory.name, *search.shared):
+            refresh_cached(folder)
         earlier = _earlier_attempt(memory.folder if memory is not None and memory.is_usable else None)
         origin = _choose(search, given, earlier)
         if not writes:
             directory.adopt(origin.version, directory.claimed)
         else:
             origin = _lock(directory, search, origin, given, earlier)
+        if writes:
+            # The first object of a run: a bucket that cannot be written is known before the first step.
+            after_change(directory.path / IDENTITY)
         _record(directory, writes)
         origin = replace(
             origin,

@@ -36,6 +36,7 @@ from .redaction import hiding
 from .script_overrides import ScriptOverrides
 
 _NVME_PATH = "PHALANX_NVME_PATH"
+_CACHE = "PHALANX_CACHE"
 _QUIET = "PHALANX_QUIET"
 _PIN_MEMORY = "PHALANX_PIN_MEMORY"
 _TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
@@ -154,6 +155,13 @@ def query_devices_by_nvml() -> None:
 def fix_cublas_workspace() -> None:
     """Make cuBLAS deterministic, unless the user decided otherwise. It reads the variable at its first use."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def cache_directory() -> Path:
+    """Return the directory for what can be downloaded again."""
+    if given := os.environ.get(_CACHE):
+        return Path(given).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "phalanx").absolute()
 
 
 def nvme_path() -> str | None:

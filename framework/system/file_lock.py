@@ -38,3 +38,16 @@ def unheld(path: Path) -> Iterator[bool]:
         yield lock(handle) is True
     finally:
         os.close(handle)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a live process holds the lock of a file."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return lock(handle) is False
+    finally:
+        # Closing releases what was locked here.
+        os.close(handle)

@@ -15,7 +15,8 @@ from .file_lock import lock, unlock
 
 _VERSION = re.compile(r"version_(\d+)$")
 _LOCK = ".lock"
-_IDENTITY = "run.id"
+IDENTITY = "run.id"
+"""The file with a random id of the run."""
 CONFIG = "config.json"
 """The file that records how a run was started."""
 CONFIGURATION = "config.yaml"
@@ -78,7 +79,7 @@ class RunDirectory:
         self.identity = identity_of(self.path)
         if self.identity is None:
             self.identity = secrets.token_hex(8)
-            write_text(self.path / _IDENTITY, self.identity)
+            write_text(self.path / IDENTITY, self.identity)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         self._lock = descriptor
@@ -106,7 +107,7 @@ class RunDirectory:
 def identity_of(path: Path) -> str | None:
     """Return the identity of the run with this directory, or None."""
     try:
-        return (path / _IDENTITY).read_text(encoding="utf-8") or None
+        return (path / IDENTITY).read_text(encoding="utf-8") or None
     except (OSError, ValueError):
         return None
 

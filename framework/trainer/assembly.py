@@ -31,13 +31,14 @@ from ..pretrained.transformers_models import empty_tensors
 from ..profiling.flop_count import FlopCount
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
 from ..resume.checkpoint_saver import Saver
-from ..resume.checkpoint_search import Origin
+from ..resume.checkpoint_search import Origin, mirrored_folders
 from ..resume.rank_state import restore_rank
 from ..resume.resume_point import claim_again, claim_directory, find_checkpoint
 from ..resume.resumed_data import restore_data_module, warn_of_other_batch, warn_of_other_data
 from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
 from ..state.switched_weights import SwitchedWeights
+from ..storage.mirror import open_mirror
 from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
 from .hints import device_hints
@@ -96,6 +97,8 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
     else:
         resume_point = claim_again(session.directory, again, run.world)
     session.origin = resume_point
+    if run.world.is_global_zero and session.writes:
+        session.mirror = open_mirror(mirrored_folders(session.directory, session.callbacks), session.note)
     session.records.keep_checkpoint(resume_point.checkpoint, named=not resume_point.continues)
     checkpoint = None
     if resume_point.checkpoint is not None:

@@ -12,6 +12,7 @@ from ..api.callback import Callback, saved_by
 from ..core.wording import counted
 from ..report.run_files import PAGE
 from ..report.verdicts import shortened_command, with_checkpoint
+from ..storage.cached_url import url_of
 from ..system.console import folded
 from ..system.entry_script import can_rerun_script
 from ..system.environment import script_overrides
@@ -161,7 +162,7 @@ def _command(run: Run) -> str | None:
 def _curves(directory: Path) -> list[str]:
     """Return the command to display curves, depending on the loggers."""
     if next(directory.glob(_TENSORBOARD_FILES), None) is not None:
-        return [f"curves     {_program('tensorboard')} --logdir {quoted(directory)}"]
+        return [f"curves     {_program('tensorboard')} --logdir {shlex.quote(str(directory))}"]
     if any((directory / name).is_file() for name in ("metrics.csv", "metrics.jsonl")):
         return [f"curves     {_program('phalanx')} report {quoted(directory)}"]
     return []
@@ -183,7 +184,9 @@ def quoted(path: str | Path) -> str:
 
 
 def shortened(path: str | Path) -> str:
-    """Return a path relative to the working directory if it is below it."""
+    """Return a path relative to the working directory if it is below it, or the URL that it caches."""
+    if (url := url_of(path)) is not None:
+        return url
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigurationError, is_count, unknown
+from ..storage.cached_url import local_place
 
 Limit = int | float
 Rule = Callable[[str, Any], Any]
@@ -113,7 +114,7 @@ def directory(name: str, value: Any) -> Path:
         return Path.cwd()
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigurationError(f"{name}={value!r} must be a path.")
-    return Path(value).expanduser().absolute()
+    return local_place(value).absolute()
 
 
 def positive_number(name: str, value: Any) -> float | None:

@@ -11,6 +11,7 @@ from ..api.callback import Callback, saved_by
 from ..core.errors import ConfigurationError
 from ..core.progress import Progress
 from ..run.context import RunContext
+from ..storage.mirror import Mirror, NoMirror
 from ..system.environment import hiding_secrets
 from ..watchdog.heartbeat import Heartbeat
 from .stage_records import StageRecords
@@ -106,6 +107,8 @@ class Session:
     seed: int = 0
     began: float = 0.0
     """``time.time()`` at the start of the last stage."""
+    mirror: Mirror | NoMirror = field(default_factory=NoMirror)
+    """Uploads the run in progress if its directory is in a bucket; on rank 0."""
     run: Run | None = None
     """The run in progress; None between runs."""
     origin: Origin | None = None

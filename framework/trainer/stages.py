@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.errors import NonFiniteError, StorageError, add_hint
+from ..core.errors import NonFiniteError, Preempted, StorageError, add_hint
 from ..diagnostics import comparing_collectives
 from ..distributed.control import Signal
 from ..launch.exit_hooks import install_rank_hooks
@@ -26,6 +26,7 @@ from ..report import add_to_report, finish_report, how_to_resume
 from ..resume import go_back
 from ..resume.checkpoint_search import Origin, shared_directories
 from ..state import encode_known
+from ..storage.mirror import FAILED_SECONDS, PREEMPTED_SECONDS, NoMirror
 from ..system.console import terminal_columns
 from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.failure_records import brief_traceback, exit_code_of
@@ -288,6 +289,12 @@ def _fail(session: Session, stage: str, error: BaseException, is_alone: bool) ->
             if advice and is_alone and exit_code_of(error) not in FINAL:
                 add_hint(error, f"{advice[0].upper()}{advice[1:]}")
     run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+    # A run that was asked to end has been given the time to save.
+    mirror, session.mirror = session.mirror, NoMirror()
+    try:
+        mirror.close(PREEMPTED_SECONDS if isinstance(error, Preempted) else FAILED_SECONDS)
+    except StorageError as failure:
+        session.note(str(failure))
 
 
 def _teardown(session: Session, stage: str) -> None:
@@ -318,8 +325,12 @@ def _release(session: Session, request: StageRequest) -> None:
         for callback in run.callbacks:
             callback.log_through(None)
     request.module.detach()
-    session.directory.release()
-    session.forget_run()
+    mirror, session.mirror = session.mirror, NoMirror()
+    try:
+        mirror.close()
+    finally:
+        session.directory.release()
+        session.forget_run()
 
 
 def _log_directory(session: Session) -> str | None:

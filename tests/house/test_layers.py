@@ -19,11 +19,12 @@ FACES = ("__init__", "checkpoint", "configuration", "errors", "hf", "profilers",
 ROOMS: dict[str, str] = {
     "core": "",
     "system": "core",
+    "storage": "core system",
     "distributed": "core system",
     "metrics": "core system distributed",
-    "checkpoint": "core system distributed metrics",
+    "checkpoint": "core system storage distributed metrics",
     "data": "core system distributed",
-    "report": "core system distributed checkpoint data",
+    "report": "core system storage distributed checkpoint data",
     "parallel": "core system distributed checkpoint",
     "state": "core system distributed checkpoint parallel",
     "pretrained": "core system distributed checkpoint parallel state",
@@ -37,10 +38,10 @@ ROOMS: dict[str, str] = {
     "run": "core system distributed metrics checkpoint parallel data state watchdog profiling fabric api",
     "rehearsal": "core parallel window api memory run",
     "diagnostics": "core system distributed metrics checkpoint parallel api run",
-    "resume": "core system distributed checkpoint parallel data state pretrained launch api run report",
+    "resume": "core system storage distributed checkpoint parallel data state pretrained launch api run report",
     "loop": "core distributed metrics parallel data state window watchdog profiling api run diagnostics resume",
-    "trainer": "core system distributed metrics checkpoint parallel data state pretrained watchdog launch profiling "
-    "fabric api "
+    "trainer": "core system storage distributed metrics checkpoint parallel data state pretrained watchdog launch "
+    "profiling fabric api "
     "memory run rehearsal diagnostics resume loop report",
     "configuration": "core system distributed metrics parallel launch api run trainer",
     "huggingface": "core api system distributed checkpoint parallel pretrained resume trainer",

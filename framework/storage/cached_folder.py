@@ -1,0 +1,371 @@
+"""``CachedFolder``: one directory of the cache and its objects, kept alike.
+
+A hidden file of each directory records, for everything in it, the version of the object and the state of the local file
+when the two were the same. From that follows which of the two has changed since:
+
+    the local one           it is uploaded, by ``upload``
+    the object              it is downloaded, by ``refresh``
+    both                    the object counts, unless it was this machine that was uploading it
+
+A checkpoint is one entry, the object of its manifest. Its tensor files are downloaded when they are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..core.errors import StorageError
+from ..system.atomic_directories import HiddenDirectory, replace_directory
+from ..system.atomic_files import new_file, write_synced
+from ..system.file_lock import is_held
+from .store import Store
+
+MANIFEST = "manifest.json"
+RECORD = ".remote.json"
+LOCK = ".lock"
+_START = re.compile(rb'\{"checksum":"([0-9a-f]{16})"')
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass
+class Entry:
+    """A file or a checkpoint, as it was when the local one and the object were the same."""
+
+    version: str = ""
+    """The version of the object; empty if it was never uploaded."""
+    state: str = ""
+    """The size and the time of a local file, or the checksum of a checkpoint's manifest."""
+    pending: str = ""
+    """The state that was being uploaded when this was recorded."""
+
+
+class CachedFolder:
+    """A directory of the cache.
+
+    Args:
+        path: the directory.
+        store: the objects, by names relative to the URL of ``root``.
+        root: the directory whose URL the store has; ``path`` is it, or is below it.
+    """
+
+    def __init__(self, path: Path, store: Store, root: Path) -> None:
+        self.path = path
+        self._store = store
+        self._below = "" if path == root else path.relative_to(root).as_posix() + "/"
+        self._entries: dict[str, Entry] = {}
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            known = json.loads((path / RECORD).read_bytes())
+            self._entries = {name: Entry(**entry) for name, entry in known.items()}
+
+    # ---- to the bucket ----------------------------------------------------------------------------------------------
+
+    def upload(self) -> None:
+        """Upload what has changed here, and delete objects whose local files were deleted.
+
+        Raises:
+            OSError: the service does not answer. What was uploaded before is recorded.
+        """
+        if self._entries and not (self.path / RECORD).exists():
+            # The cache was deleted, which does not delete the run.
+            self._entries = {}
+        for name, state in _contents(self.path).items():
+            self._upload(name, state)
+        for name in [each for each in self._entries if not os.path.lexists(self.path / each)]:
+            self._delete(name)
+
+    def upload_one(self, name: str) -> None:
+        """Upload a file or a checkpoint, or delete its objects if it was deleted. Raises as ``upload``."""
+        if (state := _contents(self.path).get(name)) is not None:
+            self._upload(name, state)
+        else:
+            self._entries.setdefault(name, Entry())
+            self._delete(name)
+
+    def _upload(self, name: str, state: str) -> None:
+        entry = self._entries.setdefault(name, Entry())
+        if entry.state != state:
+            put = self._put_checkpoint if _is_checksum(state) else self._put_file
+            put(name, state, entry)
+
+    def _put_file(self, name: str, state: str, entry: Entry) -> None:
+        self._expect(entry, state)
+        # A file that was deleted in the meantime has no object.
+        with contextlib.suppress(FileNotFoundError):
+            self._store.put(self._below + name, self.path / name)
+            self._uploaded(entry, state, self._below + name)
+
+    def _put_checkpoint(self, name: str, checksum: str, entry: Entry) -> None:
+        """Upload a checkpoint, its manifest last, unless it is replaced or deleted in the meantime."""
+        was_begun = entry.pending == checksum
+        with contextlib.ExitStack() as opened:
+            # Opened all at once: their bytes stay, whatever happens to their names.
+            try:
+                files = {
+                    file.name: os.fdopen(opened.enter_context(_opened(file)), "rb", closefd=False)
+                    for file in sorted((self.path / name).iterdir())
+                }
+                manifest = files.pop(MANIFEST).read()
+            except (FileNotFoundError, KeyError):
+                return
+            if checksum_of(manifest) != checksum:
+                return
+            self._expect(entry, checksum)
+            for file, handle in files.items():
+                target = f"{self._below}{name}/{checksum}/{file}"
+                size = os.fstat(handle.fileno()).st_size
+                known = self._store.version(target) if was_begun else None
+                if known is None or known[1] != size:
+                    self._store.put(target, Path(f"/dev/fd/{handle.fileno()}"))
+        place = f"{self._below}{name}/{MANIFEST}"
+        self._store.put(place, manifest)
+        self._uploaded(entry, checksum, place)
+        self._delete_others(name, keep=checksum)
+
+    def _expect(self, entry: Entry, state: str) -> None:
+        entry.pending = state
+        self._write()
+
+    def _uploaded(self, entry: Entry, state: str, name: str) -> None:
+        found = self._store.version(name)
+        entry.version, entry.state, entry.pending = found[0] if found else "", state, ""
+        self._write()
+
+    def _delete(self, name: str) -> None:
+        # First the object without which no reader finds the others.
+        self._store.delete([f"{self._below}{name}/{MANIFEST}"])
+        self._delete_others(name)
+        if not _is_checksum(self._entries[name].state or self._entries[name].pending):
+            self._store.delete([self._below + name])
+        del self._entries[name]
+        self._write()
+
+    def _delete_others(self, name: str, keep: str = "") -> None:
+        """Delete the tensor files of a checkpoint that do not belong to the manifest with the checksum ``keep``."""
+        own = f"{self._below}{name}/"
+        others = [each for each in self._store.list(own[:-1]) if _is_tensor_file(each)]
+        others = [each for each in others if not keep or not each.startswith(f"{own}{keep}/")]
+        if others:
+            self._store.delete(others)
+
+    def evict(self, keep: int) -> None:
+        """Delete the local tensor files of all but the newest ``keep`` checkpoints, as far as they are uploaded."""
+        found = []
+        for name, state in _contents(self.path).items():
+            entry = self._entries.get(name)
+            if _is_checksum(state) and entry is not None and entry.state == state:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(((self.path / name / MANIFEST).stat().st_mtime_ns, name))
+        for _, name in sorted(found, reverse=True)[keep:]:
+            with contextlib.suppress(FileNotFoundError):
+                for file in (self.path / name).iterdir():
+                    if file.name != MANIFEST:
+                        file.unlink(missing_ok=True)
+
+    # ---- from the bucket --------------------------------------------------------------------------------------------
+
+    def refresh(self, listed: Mapping[str, str]) -> None:
+        """Download what others have changed, and delete what they have deleted.
+
+        Args:
+            listed: the versions of the objects of this directory, by name; that of a checkpoint is its manifest's.
+        """
+        local = _contents(self.path)
+        for name, version in listed.items():
+            entry = self._entries.get(name.partition("/")[0])
+            if name.partition("/")[0] not in local or entry is None or entry.version != version:
+                self._refresh(name, version, local)
+        for name in {*self._entries} - {each.partition("/")[0] for each in listed}:
+            self._forget(name, local)
+        if self._entries:
+            self._write()
+
+    def refresh_one(self, name: str, version: str) -> None:
+        """Download a file or the manifest of a checkpoint, if others have changed it."""
+        self._refresh(name, version, _contents(self.path))
+        self._write()
+
+    def _refresh(self, name: str, version: str, local: Mapping[str, str]) -> None:
+        own, place = name.partition("/")[0], self._below + name
+        entry = self._entries.get(own, Entry())
+        if own in local and (found := self._store.version(place)) is not None:
+            # A list may be old.
+            version = found[0]
+            if version == entry.version or (entry.pending and local[own] != entry.state):
+                return
+        # A file that was deleted in the meantime is not there.
+        with contextlib.suppress(FileNotFoundError):
+            self._entries[own] = Entry(version, self._take(own, place))
+
+    def _forget(self, name: str, local: Mapping[str, str]) -> None:
+        """Delete what another machine has deleted, unless it has changed here since."""
+        entry = self._entries[name]
+        if not entry.version or local.get(name, entry.state) != entry.state:
+            return
+        place = f"{self._below}{name}/{MANIFEST}" if _is_checksum(entry.state) else self._below + name
+        if self._store.version(place) is None:
+            _remove(self.path / name)
+            del self._entries[name]
+
+    def _take(self, name: str, place: str) -> str:
+        """Write a file, or the manifest of a checkpoint; return its state."""
+        target = self.path / name
+        if not place.endswith(f"/{name}/{MANIFEST}") and place != f"{name}/{MANIFEST}":
+            with new_file(target) as temporary:
+                self._store.download(place, temporary)
+            return _state(target)
+        manifest = self._store.read(place)
+        checksum = checksum_of(manifest)
+        if not checksum or _checkpoint_state(target) == checksum:
+            return checksum
+        hidden = HiddenDirectory(target)
+        try:
+            write_synced(hidden.path / MANIFEST, manifest)
+            replace_directory(hidden.path, target)
+        finally:
+            hidden.release()
+        return checksum
+
+    def _write(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        temporary = self.path / f"{RECORD}.new"
+        temporary.write_text(json.dumps({name: asdict(entry) for name, entry in self._entries.items()}))
+        os.replace(temporary, self.path / RECORD)
+
+
+# ---- trees of directories -------------------------------------------------------------------------------------------
+
+
+def folders_below(root: Path) -> Iterator[Path]:
+    """Yield a directory and those below it, without hidden ones and without checkpoints."""
+    if not root.is_dir():
+        return
+    yield root
+    for entry in sorted(os.scandir(root), key=lambda each: each.name):
+        is_folder = entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+        if is_folder and not is_checkpoint(Path(entry.path)):
+            yield from folders_below(Path(entry.path))
+
+
+def refresh(root: Path, store: Store) -> None:
+    """Download what others have changed below a directory, whose URL the store has.
+
+    Directories of runs that a process of this machine writes are left as they are: they are newer.
+    """
+    listed = store.list()
+    checkpoints = _checkpoints_in(listed)
+    by_folder: dict[str, dict[str, str]] = {
+        folder.relative_to(root).as_posix().lstrip("."): {} for folder in folders_below(root)
+    }
+    for name, version in listed.items():
+        checkpoint = next((each for each in _parents(name) if each in checkpoints), None)
+        folder, _, own = (name if checkpoint is None else checkpoint).rpartition("/")
+        if checkpoint is None and not _is_tensor_file(name):
+            by_folder.setdefault(folder, {})[own] = version
+        elif name == f"{checkpoint}/{MANIFEST}":
+            by_folder.setdefault(folder, {})[f"{own}/{MANIFEST}"] = version
+    for folder, names in by_folder.items():
+        if not _is_written(root / folder):
+            CachedFolder(root / folder, store, root).refresh(names)
+
+
+def delete_unfinished(root: Path, store: Store) -> None:
+    """Delete what killed uploads have left below a directory that this process alone uploads."""
+    unfinished = []
+    for name in store.list():
+        if _is_tensor_file(name):
+            checkpoint, checksum, _ = name.rsplit("/", 2)
+            if _checkpoint_state(root / checkpoint) != checksum:
+                unfinished.append(name)
+    if unfinished:
+        store.delete(unfinished)
+
+
+def _checkpoints_in(listed: Iterable[str]) -> set[str]:
+    return {folder for folder, _, name in (each.rpartition("/") for each in listed) if name == MANIFEST}
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory has a manifest."""
+    return os.path.lexists(path / MANIFEST)
+
+
+def checksum_of(manifest: bytes) -> str:
+    """Return the checksum in a manifest; empty for anything else."""
+    match = _START.match(manifest)
+    return "" if match is None else match[1].decode("ascii")
+
+
+def _contents(folder: Path) -> dict[str, str]:
+    """Return the state of every file and checkpoint in a directory, by name, without hidden ones and links."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for entry in sorted(os.scandir(folder), key=lambda each: each.name):
+            if entry.name.startswith("."):
+                continue
+            # What is deleted in the meantime is not there.
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    found[entry.name] = _state(folder / entry.name)
+                elif entry.is_dir(follow_symlinks=False) and (checksum := _checkpoint_state(folder / entry.name)):
+                    found[entry.name] = checksum
+    return found
+
+
+def _state(path: Path) -> str:
+    status = path.stat()
+    return f"{status.st_mtime_ns}-{status.st_size}"
+
+
+def _checkpoint_state(path: Path) -> str:
+    try:
+        with (path / MANIFEST).open("rb") as file:
+            return checksum_of(file.read(64))
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def _is_checksum(state: str) -> bool:
+    return _CHECKSUM.fullmatch(state) is not None
+
+
+def _is_tensor_file(name: str) -> bool:
+    """Whether an object's name is that of a checkpoint's tensor file: ``.../<checksum>/<file>``."""
+    parts = name.split("/")
+    return len(parts) > 2 and _is_checksum(parts[-2]) and parts[-1].endswith(".safetensors")
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "/" in name:
+        name = name.rpartition("/")[0]
+        yield name
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a process of this machine holds the lock of a run's directory that a path is in."""
+    return any(is_held(folder / LOCK) for folder in (path, *path.parents[:3]))
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{str(path)!r} was deleted elsewhere, and could not be deleted here: {error}.") from error
