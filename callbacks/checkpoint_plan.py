@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from ..framework.core.errors import ConfigurationError, is_count
@@ -78,6 +79,10 @@ class SavePlan:
     """A sentence that names the metric that is not known yet; files that need it are saved later."""
     waits: bool = False
     """Whether that metric has a value of earlier weights: the next validation gives the one of these."""
+
+    def converted(self, convert: Callable[[str], str]) -> SavePlan:
+        """Return the plan with other forms of its paths."""
+        return replace(self, last=self.last and convert(self.last), path=self.path and convert(self.path))
 
     @property
     def targets(self) -> list[str]:

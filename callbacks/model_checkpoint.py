@@ -24,7 +24,7 @@ from ..framework.core.foreign_names import MEMBERS
 from ..framework.metrics.hparams_text import as_yaml
 from ..framework.metrics.logger import Logger
 from ..framework.metrics.monitor import doubtful_mode, given_mode, missing_metric
-from ..framework.storage.cached_url import local_place
+from ..framework.storage.cached_url import local_place, portable
 from ..framework.system.atomic_directories import delete_hidden
 from ..framework.system.atomic_files import absolute
 from .checkpoint_plan import SavePlan, SaveSchedule
@@ -330,7 +330,8 @@ class ModelCheckpoint(Callback):
 
     def _plan(self, trainer: TrainerView, is_end: bool = False) -> SavePlan:
         """Return rank 0's plan for the save; ``is_end``: of ``last.ckpt`` in any case. Collective."""
-        return trainer.world.broadcast_object(self._own_plan(trainer, is_end) if trainer.is_global_zero else SavePlan())
+        own = self._own_plan(trainer, is_end).converted(portable) if trainer.is_global_zero else SavePlan()
+        return trainer.world.broadcast_object(own).converted(lambda path: str(local_place(path)))
 
     def _own_plan(self, trainer: TrainerView, is_end: bool) -> SavePlan:
         logged, names = trainer.callback_metrics, self._names

@@ -37,14 +37,16 @@ class NodeFolders:
     Args:
         world: the ranks.
         folder: the folder of this rank, the same for all ranks of its node.
+        has_copies: whether each node keeps a copy of the files of the one before it.
     """
 
-    def __init__(self, world: World, folder: Path) -> None:
+    def __init__(self, world: World, folder: Path, has_copies: bool = True) -> None:
         places = world.all_gather_object((socket.gethostname(), str(folder)))
         first: dict[tuple[str, str], int] = {}
         for rank, place in enumerate(places):
             first.setdefault(place, rank)
         self.folder = folder
+        self._has_copies = has_copies
         self.is_usable = True
         """Whether all nodes hold the same newest checkpoint, so that ranks can continue from it."""
         self.serves_restarts = False
@@ -72,6 +74,8 @@ class NodeFolders:
             sizes: for each rank, the names of the files that it has written and their sizes in bytes.
             world: the ranks, whose control group is used.
         """
+        if not self._has_copies:
+            return
         place = self.leaders.index(world.rank)
         after, before = self.leaders[(place + 1) % len(self.leaders)], self.leaders[place - 1]
         sent, received = self._pieces(sizes, world.rank), self._pieces(sizes, before)

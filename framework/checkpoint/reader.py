@@ -16,6 +16,7 @@ from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError, ConfigurationError, unknown
 from ..distributed.collective_errors import on_all_ranks
 from ..distributed.world import World
+from ..storage.cached_url import local_place, url_of
 from ..storage.mirror import refreshed
 from ..storage.remote_file import RemoteFile, download_file
 from . import codec
@@ -383,7 +384,12 @@ def open_on_all_ranks(world: World, path: object, verified: bool = False) -> Che
         CheckpointError: the checkpoint is missing, damaged or a different one on some rank. Raised on all ranks; the
             message names file and tensor.
     """
-    checkpoint = on_all_ranks(world, lambda: open_checkpoint(str(path)))
+    given = str(path)
+    if world.num_nodes > 1 and (url := url_of(given)) is not None:
+        # Each node has a cache of its own.
+        given = url
+    place = on_all_ranks(world, lambda: refreshed(given) if world.local_rank == 0 else local_place(given))
+    checkpoint = on_all_ranks(world, lambda: open_checkpoint(place))
     every = world.all_gather_object(checkpoint.manifest.checksum)
     other = next((rank for rank, one in enumerate(every) if one != every[0]), None)
     if other is not None:

@@ -29,14 +29,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..distributed.world import World
-from ..storage.cached_url import local_place
+from ..storage.cached_url import local_place, url_of
 from ..storage.mirror import after_change
 from ..system.atomic_directories import HiddenDirectory, remove_tree, replace_directory
 from ..system.atomic_files import absolute, storage_error, write_synced
@@ -45,13 +45,11 @@ from .deletion import BackgroundDeletion
 from .finite_check import is_finite
 from .host_memory import HostPieces
 from .manifest import JSON, MANIFEST, MODEL, Box, Manifest, Part, TensorRecord, dump, is_ours, parse
+from .node_folders import NodeFolders
 from .retention import link_files
 from .safetensors_header import FileRecord, Segment
 from .safetensors_io import StreamedFile, code_of, size_of, write_tensor_file
 from .write_plan import Assignment, CheckpointContents, Plan, assign, plan_of
-
-if TYPE_CHECKING:
-    from .node_folders import NodeFolders
 
 
 @names_arguments
@@ -148,9 +146,11 @@ class Save:
         self._finite = finite
         self._given_up = given_up
         self._deletion = deletion
-        self._nodes = nodes if nodes is not None and nodes.are_several else None
-        self._leader = 0 if self._nodes is None else self._nodes.leader
+        self._nodes: NodeFolders | None = None
+        self._leader = 0
         """The rank that makes and publishes the directory that this rank writes into."""
+        if nodes is not None:
+            self._share_among(nodes)
         self._hidden: list[HiddenDirectory] = []
         self._temporary: Path | None = None
         self._plans: list[Plan] = []
@@ -158,6 +158,10 @@ class Save:
         self._size = 0
         self._written = _WrittenPart()
         self._failure: Exception | None = None
+
+    def _share_among(self, nodes: NodeFolders) -> None:
+        if nodes.are_several:
+            self._nodes, self._leader = nodes, nodes.leader
 
     @property
     def _what(self) -> str:
@@ -167,6 +171,9 @@ class Save:
         """Assign boxes to ranks and create the hidden directory. Collective. Raises as ``save``."""
         failure: Exception | None = None
         plan: Plan = {}
+        if self._nodes is None and self._world.num_nodes > 1 and url_of(self.path) is not None:
+            # Each node has a cache of its own.
+            self._share_among(NodeFolders(self._world, self.path.parent, has_copies=False))
         try:
             if self._world.rank == self._leader:
                 for target in filter(None, (self.path, self._also)):
@@ -351,7 +358,7 @@ class Save:
             replace_directory(second, self._also, discard)
         self._release()
         for path in filter(None, (self.path, self._also)):
-            after_change(path)
+            after_change(path, self._world.is_global_zero)
 
     def _manifest_bytes(self, written: list[_WrittenPart], rank_documents: list[JSON]) -> bytes:
         """Return the manifest."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..core.errors import ConfigurationError, StorageError
+from ..storage.cached_url import local_place
 from .hparams_text import as_yaml
 from .logger import Logger
 
@@ -149,7 +150,7 @@ class FileLogger(Logger):
 
 
 def _expanded(path: str | os.PathLike[str]) -> str:
-    return os.path.expandvars(os.path.expanduser(os.fspath(path)))
+    return str(local_place(os.path.expandvars(os.fspath(path))))
 
 
 def _versions(root: Path) -> dict[int, Path]:

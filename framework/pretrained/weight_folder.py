@@ -29,6 +29,7 @@ from ..checkpoint.safetensors_header import (
 )
 from ..checkpoint.safetensors_io import DTYPES, bytes_of
 from ..core.errors import CheckpointError
+from ..storage.mirror import refreshed
 from ..system.atomic_files import absolute
 
 # Of a slice along a later dim full rows are read, this number of bytes at a time.
@@ -175,7 +176,7 @@ def open_weights(path: str | os.PathLike[str]) -> Weights:
         CheckpointError: there are no weights that can be read, a file is missing or damaged, the index names a file
             outside of the folder, or the weights are quantized.
     """
-    given = absolute(path)
+    given = absolute(refreshed(path))
     if (given / MANIFEST).is_file():
         checkpoint = open_checkpoint(given)
         if MODEL not in checkpoint.sections:

@@ -15,6 +15,7 @@ from ..core.errors import CheckpointError
 from ..launch.restart_policy import FitRecord
 from ..report import best_checkpoint
 from ..report.run_files import RunFiles
+from ..storage.mirror import refresh_cached
 from ..system.run_directory import RunDirectory, identity_of, next_version, versions
 from .preempted_save import is_name
 
@@ -92,6 +93,15 @@ class Search:
     def versions(self) -> list[int]:
         """The existing versions of the directory, in ascending order."""
         return versions(self.root, self.name)
+
+    def refresh(self) -> None:
+        """Download what other machines have changed in the directories, if they are in a bucket.
+
+        Raises:
+            StorageError: the service does not answer.
+        """
+        for folder in (self.root / self.name, *self.shared):
+            refresh_cached(folder)
 
     def directory(self, version: int) -> RunDirectory:
         """Return a version of the directory."""

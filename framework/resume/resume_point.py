@@ -17,7 +17,8 @@ from ..distributed.world import World
 from ..launch import open_memory
 from ..launch.restart_policy import FitRecord, earlier_fit, largest_micro_batch, record_fit
 from ..report import rewinds_of
-from ..storage.mirror import after_change, refresh_cached, refreshed
+from ..storage.cached_url import local_place, portable
+from ..storage.mirror import created, refreshed
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import IDENTITY, RunDirectory
 from .checkpoint_search import Found, Origin, Search, is_interrupted
@@ -71,18 +72,14 @@ def claim_directory(
     # Without a launcher nothing outlives the ranks.
     memory = None if error_dir() is None else open_memory(world, note)
 
-    def claim() -> tuple[Origin, bool]:
-        for folder in (directory.root / directory.name, *search.shared):
-            refresh_cached(folder)
+    def claim() -> tuple[Origin, str | None, bool]:
+        search.refresh()
         earlier = _earlier_attempt(memory.folder if memory is not None and memory.is_usable else None)
         origin = _choose(search, given, earlier)
         if not writes:
             directory.adopt(origin.version, directory.claimed)
         else:
             origin = _lock(directory, search, origin, given, earlier)
-        if writes:
-            # The first object of a run: a bucket that cannot be written is known before the first step.
-            after_change(directory.path / IDENTITY)
         _record(directory, writes)
         origin = replace(
             origin,
@@ -91,11 +88,12 @@ def claim_directory(
             largest_micro_batch=earlier.largest_micro_batch,
             excluded_spans=excluded_by(directory) if origin.continues else (),
         )
-        return origin, replace(origin, memory=memory).is_snapshot
+        is_snapshot, found = replace(origin, memory=memory).is_snapshot, origin.checkpoint
+        return replace(origin, checkpoint=None), None if found is None else portable(found), is_snapshot
 
-    origin, is_snapshot = on_rank_zero(world, claim)
+    origin, found, is_snapshot = on_rank_zero(world, claim)
     directory.adopt(origin.version, True, origin.identity)
-    checkpoint = origin.checkpoint
+    checkpoint = None if found is None else local_place(found)
     if is_snapshot and memory is not None and checkpoint is not None:
         # Other nodes have it in memory of their own.
         checkpoint = memory.folder / checkpoint.name
@@ -141,7 +139,13 @@ def _lock(
     if continues and origin.checkpoint is None:
         origin = search.at_interrupted(origin, earlier.fit)
     directory.adopt(origin.version, directory.claimed)
-    directory.acquire(fresh=origin.version not in search.versions or not continues)
+    is_fresh = origin.version not in search.versions or not continues
+    directory.acquire(is_fresh)
+    while is_fresh and not created(directory.path / IDENTITY):
+        # Another machine has begun this version in the bucket.
+        directory.release()
+        directory.version += 1
+        directory.acquire(fresh=True)
     # A checkpoint that was being replaced is there again after this, and may be newer than the one that was chosen. It
     # could not be chosen before, since only the holder of the lock may touch it.
     if _clean(directory, search) and continues:
@@ -201,7 +205,10 @@ def find_checkpoint(
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    return Search(root, name, callbacks, note, has_fitted).find(given, None)
+    search = Search(root, name, callbacks, note, has_fitted)
+    if given in WORDS:
+        search.refresh()
+    return search.find(given, None)
 
 
 def _clean(directory: RunDirectory, search: Search) -> bool:

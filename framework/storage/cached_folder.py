@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ MANIFEST = "manifest.json"
 RECORD = ".remote.json"
 LOCK = ".lock"
 _START = re.compile(rb'\{"checksum":"([0-9a-f]{16})"')
+# For files that other nodes upload at the same time.
+_OTHERS_SECONDS, _POLL_SECONDS = 120.0, 0.2
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
@@ -53,11 +56,14 @@ class CachedFolder:
         path: the directory.
         store: the objects, by names relative to the URL of ``root``.
         root: the directory whose URL the store has; ``path`` is it, or is below it.
+        is_first: whether this is the first node of a run. On others there are only the tensor files of their own
+            ranks, and the manifests, which the first node uploads once all files are there.
     """
 
-    def __init__(self, path: Path, store: Store, root: Path) -> None:
+    def __init__(self, path: Path, store: Store, root: Path, is_first: bool = True) -> None:
         self.path = path
         self._store = store
+        self._is_first = is_first
         self._below = "" if path == root else path.relative_to(root).as_posix() + "/"
         self._entries: dict[str, Entry] = {}
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -77,8 +83,19 @@ class CachedFolder:
             self._entries = {}
         for name, state in _contents(self.path).items():
             self._upload(name, state)
-        for name in [each for each in self._entries if not os.path.lexists(self.path / each)]:
-            self._delete(name)
+        for name in list(self._entries):
+            if not self._is_first:
+                self._follow(name)
+            elif not os.path.lexists(self.path / name):
+                self._delete(name)
+
+    def create_one(self, name: str) -> bool:
+        """Upload a file that has no object yet; return False if it has one, of another machine."""
+        state = _state(self.path / name)
+        if not self._store.create(self._below + name, (self.path / name).read_bytes()):
+            return False
+        self._uploaded(self._entries.setdefault(name, Entry()), state, self._below + name)
+        return True
 
     def upload_one(self, name: str) -> None:
         """Upload a file or a checkpoint, or delete its objects if it was deleted. Raises as ``upload``."""
@@ -89,6 +106,8 @@ class CachedFolder:
             self._delete(name)
 
     def _upload(self, name: str, state: str) -> None:
+        if not (self._is_first or _is_checksum(state)):
+            return
         entry = self._entries.setdefault(name, Entry())
         if entry.state != state:
             put = self._put_checkpoint if _is_checksum(state) else self._put_file
@@ -123,10 +142,38 @@ class CachedFolder:
                 known = self._store.version(target) if was_begun else None
                 if known is None or known[1] != size:
                     self._store.put(target, Path(f"/dev/fd/{handle.fileno()}"))
+        if not self._is_first:
+            entry.version, entry.state, entry.pending = "", checksum, ""
+            self._write()
+            return
+        self._wait_for_others(f"{self._below}{name}/{checksum}/", manifest, set(files))
         place = f"{self._below}{name}/{MANIFEST}"
         self._store.put(place, manifest)
         self._uploaded(entry, checksum, place)
         self._delete_others(name, keep=checksum)
+
+    def _wait_for_others(self, below: str, manifest: bytes, own: set[str]) -> None:
+        """Wait until other nodes have uploaded their files of a checkpoint.
+
+        Raises:
+            StorageError: they take too long; it is tried again with the next upload.
+        """
+        sizes = {name: record["size"] for name, record in json.loads(manifest)["files"].items()}
+        until = time.monotonic() + _OTHERS_SECONDS
+        for name in sorted(set(sizes) - own):
+            while (known := self._store.version(below + name)) is None or known[1] != sizes[name]:
+                if time.monotonic() > until:
+                    raise StorageError(f"{below}{name} has not been uploaded by its node.")
+                time.sleep(_POLL_SECONDS)
+
+    def _follow(self, name: str) -> None:
+        """Delete the local files of a checkpoint that the first node has deleted."""
+        entry, found = self._entries[name], self._store.version(f"{self._below}{name}/{MANIFEST}")
+        if found is None and entry.version:
+            _remove(self.path / name)
+            del self._entries[name]
+        elif found is not None:
+            entry.version = found[0]
 
     def _expect(self, entry: Entry, state: str) -> None:
         entry.pending = state
@@ -178,6 +225,8 @@ class CachedFolder:
         """
         local = _contents(self.path)
         for name, version in listed.items():
+            if name.startswith("."):
+                continue
             entry = self._entries.get(name.partition("/")[0])
             if name.partition("/")[0] not in local or entry is None or entry.version != version:
                 self._refresh(name, version, local)

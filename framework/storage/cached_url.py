@@ -61,6 +61,11 @@ def url_of(path: Location) -> str | None:
     return f"{protocol}://" + "/".join(["", *parts[1:]] if parts[:1] == [_ROOT] else parts)
 
 
+def portable(path: Location) -> str:
+    """Return a path as other machines find it: the URL whose objects it caches, or itself. See ``local_place``."""
+    return url_of(path) or os.fspath(path)
+
+
 def _cache() -> Path:
     return cache_directory() / "remote"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..core.errors import ConfigurationError, StorageError
 from .cached_folder import MANIFEST, CachedFolder, delete_unfinished, folders_below, refresh
 from .cached_url import Location, is_url, local_place, url_of
+from .lease import Lease
 from .store import open_store
 
 INTERVAL_SECONDS = 30.0
@@ -34,21 +35,29 @@ class Mirror:
 
     Args:
         folders: the directories, each with its subdirectories, and how many of the checkpoints in it keep their
-            tensors on the disk; None for all. No other process uploads the first one.
+            tensors on the disk; None for all.
+        own: the directory of the run, which no other process may upload; None if it is on a disk.
         note: called with a sentence when the service does not answer, and when it does again.
+        is_first: whether this is the first node of the run; see ``CachedFolder``.
     """
 
-    def __init__(self, folders: Mapping[Path, int | None], note: Callable[[str], None]) -> None:
+    def __init__(
+        self, folders: Mapping[Path, int | None], own: Path | None, note: Callable[[str], None], is_first: bool
+    ) -> None:
         self._note = note
         self._keep = dict(folders)
         self._roots = {folder: open_store(_url(folder), patience=5.0) for folder in folders}
-        self._own = next(iter(self._roots))
+        self._own = own
         self._folders: dict[Path, CachedFolder] = {}
         self._wake = threading.Event()
         self._ended = threading.Event()
         self._problem: str | None = None
         self._rounds = 0
         """The number of times that everything was uploaded."""
+        self._is_first = is_first
+        self._lease = None if own is None or not is_first else Lease(self._roots[own])
+        if self._lease is not None:
+            self._lease.acquire(note)
         self._thread = threading.Thread(target=self._run, daemon=True, name="phalanx-upload")
         self._thread.start()
         _mirrors.update(dict.fromkeys(self._roots, self))
@@ -74,6 +83,8 @@ class Mirror:
             time.sleep(0.01)
         self._ended.set()
         self._wake.set()
+        if self._lease is not None:
+            self._lease.release()
         if self._rounds < needed:
             where = ", ".join(map(str, self._roots))
             raise StorageError(
@@ -102,20 +113,23 @@ class Mirror:
             self._wake.clear()
 
     def _upload(self) -> None:
-        if not self._rounds:
+        if not self._rounds and self._own is not None and self._is_first:
             delete_unfinished(self._own, self._roots[self._own])
         for root, store in self._roots.items():
             for path in folders_below(root):
-                folder = self._folders.setdefault(path, CachedFolder(path, store, root))
+                folder = self._folders.setdefault(path, CachedFolder(path, store, root, self._is_first))
                 folder.upload()
                 if (keep := self._keep[root]) is not None:
                     folder.evict(keep)
 
 
-def open_mirror(folders: Mapping[Path, int | None], note: Callable[[str], None]) -> Mirror | NoMirror:
-    """Return the mirror of those of some directories that are in the cache; see ``Mirror``."""
+def open_mirror(
+    folders: Mapping[Path, int | None], note: Callable[[str], None], is_first: bool = True
+) -> Mirror | NoMirror:
+    """Return the mirror of those directories of a run, of which its own is the first, that are in the cache."""
     cached = {folder: keep for folder, keep in folders.items() if url_of(folder) is not None}
-    return Mirror(cached, note) if cached else NoMirror()
+    own = next(iter(folders))
+    return Mirror(cached, own if own in cached else None, note, is_first) if cached else NoMirror()
 
 
 def refreshed(location: Location) -> Path:
@@ -146,8 +160,23 @@ def refresh_cached(folder: Path) -> None:
         refresh(folder, open_store(url))
 
 
-def after_change(path: Path) -> None:
-    """Upload a checkpoint that was saved or deleted: behind training by a mirror, else before this returns.
+def created(path: Path) -> bool:
+    """Upload a file that has no object yet; return False if it has one, of another machine. True on a disk.
+
+    Raises:
+        StorageError: it could not be uploaded.
+    """
+    folder = path.parent
+    url = url_of(folder)
+    return url is None or CachedFolder(folder, open_store(url), folder).create_one(path.name)
+
+
+def after_change(path: Path, is_first: bool = True) -> None:
+    """Upload what was saved or deleted: behind training by a mirror, else before this returns.
+
+    Args:
+        path: a file or a checkpoint.
+        is_first: whether this is the first node of a run; see ``CachedFolder``.
 
     Raises:
         StorageError: it could not be uploaded.
@@ -155,7 +184,7 @@ def after_change(path: Path) -> None:
     if (mirror := _covering(path)) is not None:
         mirror.changed()
     elif (url := url_of(path.parent)) is not None:
-        CachedFolder(path.parent, open_store(url), path.parent).upload_one(path.name)
+        CachedFolder(path.parent, open_store(url), path.parent, is_first).upload_one(path.name)
 
 
 def _covering(path: Path) -> Mirror | None:

@@ -1,4 +1,4 @@
-"""``Store``: the objects below a URL, by six verbs."""
+"""``Store``: the objects below a URL, by seven verbs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Store(Protocol):
 
     An object is there with all of its bytes or not at all, before, during and after each call. All methods may be
     called on any thread. Every method but ``version`` raises ``FileNotFoundError`` for an object that does not exist,
-    and each of them ``StorageError`` if the service does not answer or refuses.
+    and each of them an ``OSError`` if the service does not answer or refuses.
     """
 
     url: str
@@ -49,6 +49,9 @@ class Store(Protocol):
 
     def put(self, name: str, source: bytes | Path) -> None:
         """Write an object: bytes, or the contents of a file."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object that does not exist; return False if it does, or another process was faster."""
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; those that do not exist are ignored."""
@@ -105,6 +108,16 @@ class LocalStore:
                     shutil.copyfileobj(given, file)
             file.flush()
             os.fsync(file.fileno())
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("xb") as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        return True
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -186,6 +199,19 @@ class RemoteStore:
         except FileNotFoundError:
             bucket = self.url.partition("://")[2].partition("/")[0]
             raise StorageError(f"writing {self.url}/{name} failed: there is no bucket {bucket!r}.") from None
+
+    def create(self, name: str, data: bytes) -> bool:
+        if self.version(name) is not None:
+            return False
+        try:
+            # Not tried again: an answer that is lost would look like the object of another process.
+            self._files.pipe_file(self._path(name), data, mode="create")
+        except FileExistsError:
+            return False
+        except Exception:
+            # A service, or a library, that cannot: the last one to write counts.
+            self.put(name, data)
+        return self.read(name) == data
 
     def delete(self, names: Iterable[str]) -> None:
         paths = [self._path(name) for name in names]

@@ -55,7 +55,12 @@ def free_bytes(path: Path) -> int | None:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return an absolute path with ``~`` and ``..`` replaced; links are not followed."""
+    """Return an absolute path with ``~`` and ``..`` replaced; links are not followed.
+
+    Raises:
+        ConfigurationError: it is a URL.
+    """
+    _refuse_url(path)
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
@@ -65,9 +70,15 @@ def hidden_sibling(path: Path, kind: str) -> Path:
 
 
 def refuse_existing(path: str | os.PathLike[str]) -> None:
-    """Raise a ``ConfigurationError`` if something has this name, a broken link included."""
+    """Raise a ``ConfigurationError`` if something has this name, a broken link included, or if it is a URL."""
+    _refuse_url(path)
     if os.path.lexists(path):
         raise ConfigurationError(f"{os.fspath(path)!r} exists; choose another name or remove it first.")
+
+
+def _refuse_url(path: str | os.PathLike[str]) -> None:
+    if "://" in (given := os.fspath(path)):
+        raise ConfigurationError(f"{given!r} is a URL, and this is written to a local path: give one, and upload it.")
 
 
 def make_directory(path: Path) -> None:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ..checkpoint.node_folders import NodeFolders
 from ..checkpoint.reader import open_on_all_ranks
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import mix_seed
-from ..distributed.collective_errors import on_rank_zero
+from ..distributed.collective_errors import on_all_ranks, on_rank_zero
 from ..distributed.seed import seed_rank
+from ..distributed.world import World
 from ..loop import statistics_pass
 from ..metrics.logger_fanout import LoggerFanout
 from ..metrics.no_log import OUTSIDE_LOOPS
@@ -38,6 +40,7 @@ from ..resume.resumed_data import restore_data_module, warn_of_other_batch, warn
 from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
 from ..state.switched_weights import SwitchedWeights
+from ..storage.cached_url import local_place, portable, url_of
 from ..storage.mirror import open_mirror
 from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
@@ -97,12 +100,12 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
     else:
         resume_point = claim_again(session.directory, again, run.world)
     session.origin = resume_point
-    if run.world.is_global_zero and session.writes:
-        session.mirror = open_mirror(mirrored_folders(session.directory, session.callbacks), session.note)
     session.records.keep_checkpoint(resume_point.checkpoint, named=not resume_point.continues)
     checkpoint = None
     if resume_point.checkpoint is not None:
         checkpoint = open_on_all_ranks(run.world, resume_point.checkpoint, resume_point.verified)
+    if session.writes:
+        _begin_uploading(session, run.world)
     session.use_seed(_agreed_seed(run, checkpoint))
     session.attach_loggers()
     _prepare(run, request, "fit")
@@ -137,6 +140,20 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
     return loop
 
 
+def _begin_uploading(session: Session, world: World) -> None:
+    """Begin to upload what a run has in a bucket, on the first rank of each node. Collective."""
+    folders = mirrored_folders(session.directory, session.callbacks)
+    if not any(map(url_of, folders)):
+        return
+    nodes = NodeFolders(world, session.directory.path, has_copies=False)
+
+    def begin() -> None:
+        if nodes.leads:
+            session.mirror = open_mirror(folders, session.note, world.is_global_zero)
+
+    on_all_ranks(world, begin)
+
+
 def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> tuple[Run, EvaluationPlan]:
     """Build the run and the plan of ``validate``, ``test`` or ``predict``. Collective."""
     run = _begin(session, request, stage)
@@ -168,13 +185,14 @@ def _evaluated_checkpoint(session: Session, run: Run, request: StageRequest) -> 
     if request.ckpt_path is None:
         return None
     directory, has_fitted = session.directory, session.records.has_fitted
-    found = on_rank_zero(
-        run.world,
-        lambda: find_checkpoint(
-            request.ckpt_path or "", directory.root, directory.name, session.callbacks, session.note, has_fitted
-        ),
-    )
-    return open_on_all_ranks(run.world, found.path, found.verified)
+
+    def find() -> tuple[str, bool]:
+        given = request.ckpt_path or ""
+        one = find_checkpoint(given, directory.root, directory.name, session.callbacks, session.note, has_fitted)
+        return portable(one.path), one.verified
+
+    found, verified = on_rank_zero(run.world, find)
+    return open_on_all_ranks(run.world, local_place(found), verified)
 
 
 # ---- stages of the assembly -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ..memory.memory_plan import casts_of
 from ..report.values import timestamp
 from ..resume.checkpoint_saver import moments
 from ..resume.checkpoint_search import newest_of_run, shared_directories
-from ..storage.cached_url import url_of
+from ..storage.cached_url import portable
 from ..system.provenance import machine_facts, provenance
 from ..system.redaction import without_secrets
 from .resolved_settings import Settings
@@ -50,23 +50,18 @@ def configuration(session: Session, loop: FitLoop) -> dict[str, Any]:
             "seed": session.seed,
             "accumulate_grad_batches": str(session.accumulation),
             "max_epochs": session.settings.max_epochs,
-            "default_root_dir": _recorded(session.settings.root),
+            "default_root_dir": portable(session.settings.root),
         },
         "callbacks": [type(callback).__name__ for callback in session.callbacks],
         "loggers": [type(logger).__name__ for logger in session.loggers],
         "changed": _changed_arguments(session.settings),
         "ckpt_path": session.records.given_checkpoint,
-        "checkpoint_directories": [_recorded(path) for path in _checkpoint_directories(session)],
+        "checkpoint_directories": [portable(path) for path in _checkpoint_directories(session)],
         "model": _model_facts(run),
         "memory_plan": _memory_facts(run),
         **provenance(),
         "machine": machine_facts(resources.device_type),
     }
-
-
-def _recorded(path: Path) -> str:
-    """Return a directory as other machines find it."""
-    return url_of(path) or str(path)
 
 
 def _checkpoint_directories(session: Session) -> list[Path]:

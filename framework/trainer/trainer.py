@@ -34,6 +34,7 @@ from ..pretrained import folder_order
 from ..resume import check_export, export_module, export_run, make_ready
 from ..resume.resume_point import checked_checkpoint_path
 from ..run.run_metrics import as_numbers
+from ..storage.cached_url import local_place
 from ..system.atomic_files import absolute
 from ..system.console import folded, print_line, terminal_columns
 from ..system.entry_script import return_to_directory
@@ -575,10 +576,11 @@ class Trainer(RankProperties):
             StorageError: the checkpoint could not be written; an existing one is unchanged.
         """
         must_be_none("save_checkpoint(storage_options=...)", storage_options, "checkpoints are written to directories")
+        path = absolute(local_place(filepath))
         if self.run is None:
-            save_ended_fit(self._session, absolute(filepath), weights_only)
+            save_ended_fit(self._session, path, weights_only)
             return
-        self.request_save(SaveRequest(absolute(filepath), weights_only, asynchronous, tolerant=asynchronous))
+        self.request_save(SaveRequest(path, weights_only, asynchronous, tolerant=asynchronous))
 
     @names_arguments
     def export(
