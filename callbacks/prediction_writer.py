@@ -12,7 +12,7 @@ from ..framework.api.callback import Callback
 from ..framework.api.overriding import is_overridden
 from ..framework.core.errors import ConfigurationError
 from ..framework.loop.evaluation_loop import on_host
-from ..framework.system.atomic_files import absolute
+from ..framework.system.atomic_files import refuse_url
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
@@ -144,7 +144,7 @@ class PredictionWriter(BasePredictionWriter):
 
     def __init__(self, dirpath: str | Path, write_interval: str = "batch") -> None:
         super().__init__(write_interval)
-        absolute(dirpath)
+        refuse_url(dirpath)
         self.dirpath = Path(dirpath)
 
     def write_on_batch_end(

@@ -20,6 +20,7 @@ from ..framework.report.run_files import RunFiles
 from ..framework.report.saved import saved_checkpoints
 from ..framework.report.step_data import data_of_step
 from ..framework.resume.checkpoint_search import not_resumable, only_of
+from ..framework.storage.mirror import writing
 from ..framework.system.run_directory import RunDirectory
 from .terminal_text import say_json, say_wrapped
 
@@ -37,7 +38,8 @@ def rewind_run(given: argparse.Namespace) -> int:
     # No fit may begin in between.
     directory.acquire(fresh=False)
     try:
-        target, rewind, moved = _go_back(RunFiles(path), given.to, skipped)
+        with writing(path.absolute(), say_wrapped):
+            target, rewind, moved = _go_back(RunFiles(path), given.to, skipped)
     finally:
         directory.release()
     resume = build_report(RunFiles(path))["why"]["resume"] or 'fit(..., ckpt_path="auto") continues the run'

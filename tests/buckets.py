@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from s3fs import S3FileSystem
 from werkzeug.serving import BaseWSGIServer, make_server
 from werkzeug.wrappers import Response
 
@@ -77,6 +78,8 @@ class Bucket:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+        # The next bucket has another port, which is not among the arguments by which clients are kept.
+        S3FileSystem.clear_instance_cache()
 
     @property
     def client(self) -> Any:

@@ -9,6 +9,7 @@ run after the step under way. The weights at the end are in ``weights.pt``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,8 @@ from phalanx import Trainer, TrainModule, seed_everything
 from phalanx.callbacks import ModelCheckpoint
 
 ENOUGH = "enough"
+URL = "HOST_RUN_URL"
+"""The variable with the URL of the run, if it is in a bucket."""
 
 
 class Noting(TrainModule):
@@ -62,7 +65,7 @@ def main(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=folder,
+        default_root_dir=os.environ.get(URL, folder),
         callbacks=[ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)],
         stall_timeout=(15.0 if samples else 6.0) if seconds else None,
         global_batch_size=int(samples) or None,

@@ -56,6 +56,7 @@ def several_nodes(
     temporary: Path | None = None,
     new: Collection[int] = (),
     as_tasks: bool = False,
+    caches: Path | None = None,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start the command on nodes, all of which are this machine; one rank on each.
 
@@ -66,6 +67,7 @@ def several_nodes(
         temporary: the directory for the files that launchers leave behind if they are killed.
         new: the nodes whose launchers are new interpreters.
         as_tasks: whether the nodes are known by the variables of srun instead of options.
+        caches: a folder in which each node has a cache of its own.
     """
     port = free_port()
     with contextlib.ExitStack() as stack:
@@ -75,6 +77,7 @@ def several_nodes(
             variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
             variables |= {} if temporary is None else {"TMPDIR": str(temporary)}
             variables |= _task(node, port) if as_tasks else {}
+            variables |= {} if caches is None else {"PHALANX_CACHE": str(caches / str(node))}
             options = ["-n", "1", "--nodes", nodes or str(count), *place, *arguments]
             process = started_script(LAUNCH, *options, env=variables, is_new=node in new)
             started.append(stack.enter_context(process))

@@ -442,8 +442,9 @@ def lasting_threads(known: set[threading.Thread], seconds: float = 10.0) -> list
 
 def _is_lasting(thread: threading.Thread) -> bool:
     # The threads of torch's backward passes last as long as the process; Python knows of them once they have asked. So
-    # does the thread of tqdm's first bar, which libraries show.
-    return thread.is_alive() and not isinstance(thread, threading._DummyThread) and thread.name != "tqdm_monitor"
+    # does the thread of tqdm's first bar, which libraries show, and fsspec's event loop with its resolver of names.
+    is_known = thread.name in ("tqdm_monitor", "fsspecIO") or thread.name.startswith("asyncio_")
+    return thread.is_alive() and not isinstance(thread, threading._DummyThread) and not is_known
 
 
 @contextlib.contextmanager

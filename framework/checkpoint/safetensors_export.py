@@ -23,6 +23,7 @@ from ..system.atomic_files import (
     make_directory,
     new_file,
     refuse_existing,
+    refuse_url,
     storage_error,
     write_synced,
 )
@@ -207,6 +208,7 @@ def write_plain(
         ConfigurationError: ``out`` exists, or ``max_shard_size`` is not a size.
         StorageError: ``out`` cannot be written.
     """
+    refuse_url(out)
     target = Path(out)
     check_target(target, max_shard_size is not None, replaces)
     if max_shard_size is not None:

@@ -18,6 +18,7 @@ from ..checkpoint.inspection import candidates, furthest
 from ..checkpoint.manifest import read_manifest, run_of
 from ..core.data_spans import Span, as_json, from_json
 from ..core.errors import CheckpointError, StorageError
+from ..storage.remote_file import download_file
 from ..system.atomic_files import storage_error, write_text
 
 REWINDS = "rewinds.json"
@@ -118,6 +119,9 @@ def newer_than(folders: Iterable[Path], target: Path, identity: object) -> Seque
 
 
 def _set_aside(path: Path) -> Path:
+    for name in read_manifest(path).files:
+        # Of a checkpoint in a bucket, which is not found by its old name from now on.
+        download_file(path / name)
     folder = path.parent / SET_ASIDE
     place, number = folder / path.name, 1
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..core.errors import ConfigurationError, StorageError
@@ -185,6 +186,27 @@ def after_change(path: Path, is_first: bool = True) -> None:
         mirror.changed()
     elif (url := url_of(path.parent)) is not None:
         CachedFolder(path.parent, open_store(url), path.parent, is_first).upload_one(path.name)
+
+
+@contextmanager
+def writing(folder: Path, note: Callable[[str], None]) -> Generator[None]:
+    """Context in which this process alone writes the directory of a run; what it changes is uploaded at the end.
+
+    Raises:
+        StorageError: another machine writes it, or the service does not answer.
+    """
+    if (url := url_of(folder)) is None:
+        yield
+        return
+    store = open_store(url)
+    lease = Lease(store)
+    lease.acquire(note)
+    try:
+        yield
+        for path in folders_below(folder):
+            CachedFolder(path, store, folder).upload()
+    finally:
+        lease.release()
 
 
 def _covering(path: Path) -> Mirror | None:

@@ -60,7 +60,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigurationError: it is a URL.
     """
-    _refuse_url(path)
+    refuse_url(path)
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
@@ -71,12 +71,13 @@ def hidden_sibling(path: Path, kind: str) -> Path:
 
 def refuse_existing(path: str | os.PathLike[str]) -> None:
     """Raise a ``ConfigurationError`` if something has this name, a broken link included, or if it is a URL."""
-    _refuse_url(path)
+    refuse_url(path)
     if os.path.lexists(path):
         raise ConfigurationError(f"{os.fspath(path)!r} exists; choose another name or remove it first.")
 
 
-def _refuse_url(path: str | os.PathLike[str]) -> None:
+def refuse_url(path: str | os.PathLike[str]) -> None:
+    """Raise a ``ConfigurationError`` if a path is a URL."""
     if "://" in (given := os.fspath(path)):
         raise ConfigurationError(f"{given!r} is a URL, and this is written to a local path: give one, and upload it.")
 

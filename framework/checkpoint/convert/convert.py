@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...core.arguments import names_arguments
 from ...core.errors import ConfigurationError
 from ...distributed.world import World
-from ...system.atomic_files import make_directory, refuse_existing, storage_error
+from ...system.atomic_files import absolute, make_directory, refuse_existing, storage_error
 from ..writer import save
 from . import accelerate, deepspeed, lightning
 from .detect_format import detect
@@ -70,7 +70,7 @@ def convert(
         ConfigurationError: an argument breaks a rule; ``out`` exists, for one.
         StorageError: ``out`` cannot be written.
     """
-    origin, target = Path(os.path.realpath(source)), Path(os.path.abspath(out))
+    origin, target = Path(os.path.realpath(source)), absolute(out)
     kind = detect(origin, format)
     if prefix and kind.startswith("lightning"):
         raise ConfigurationError(f"prefix={prefix!r} was given, but a checkpoint of Lightning has its module's names.")
