@@ -155,7 +155,6 @@ def run_trials(folder: Path, strategy: str, trials: int, faults: Faults, seed: i
         setting = Setting(strategy, 2, asynchronous=number % 2 == 1)
         # The outage of each run begins some seconds after its start.
         with Bucket(faults) as bucket:
-            os.environ.update(bucket.environment)
             root = folder / f"run-{number}"
             one = chain(bucket, root, number, setting, min(KILLS, trials - total.trials), expected, seed)
             shutil.rmtree(root, ignore_errors=True)

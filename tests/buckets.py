@@ -1,7 +1,8 @@
 """A bucket on this machine: moto's S3 server, with the faults that services have.
 
 with Bucket() as bucket:
-    subprocess.run(command, env={**os.environ, **bucket.environment})
+    # This process, and those that it starts, find it by their environment.
+    Trainer(default_root_dir="s3://runs/exp")
     bucket.names("exp/")
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from s3fs import S3FileSystem
 from werkzeug.serving import BaseWSGIServer, make_server
@@ -54,6 +56,7 @@ class Bucket:
         self._application = DomainDispatcherApplication(create_backend_app)
         self._lists: dict[str, tuple[float, Response]] = {}
         self._began = time.monotonic()
+        self._patch = pytest.MonkeyPatch()
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._server: BaseWSGIServer = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -71,6 +74,8 @@ class Bucket:
 
     def __enter__(self) -> Bucket:
         self._thread.start()
+        for name, value in self.environment.items():
+            self._patch.setenv(name, value)
         self.client.create_bucket(Bucket=NAME)
         return self
 
@@ -80,6 +85,7 @@ class Bucket:
         self._server.server_close()
         # The next bucket has another port, which is not among the arguments by which clients are kept.
         S3FileSystem.clear_instance_cache()
+        self._patch.undo()
 
     @property
     def client(self) -> Any:

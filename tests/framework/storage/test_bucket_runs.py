@@ -53,10 +53,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def bucket() -> Iterator[Bucket]:
     with Bucket() as served:
-        for name, value in served.environment.items():
-            monkeypatch.setenv(name, value)
         yield served
 
 
@@ -184,10 +182,14 @@ def test_a_run_that_another_machine_writes_is_refused(
     store = open_store(run)
     ended = threading.Event()
 
+    def say() -> None:
+        store.put(lease.NAME, json.dumps({"host": "elsewhere", "pid": 1, "time": time.time()}).encode())
+
     def renew() -> None:
         while not ended.wait(0.02):
-            store.put(lease.NAME, json.dumps({"host": "elsewhere", "pid": 1, "time": time.time()}).encode())
+            say()
 
+    say()
     renewing = threading.Thread(target=renew)
     renewing.start()
     try:
