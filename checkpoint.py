@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from .framework.checkpoint.writer import Save as Save, save as save
     from .framework.pretrained.weight_folder import fingerprint as fingerprint
+    from .framework.storage.cached_url import url_of as url_of
 
 _HOMES = {
     ".framework.checkpoint.convert.convert": "convert",
@@ -46,6 +47,7 @@ _HOMES = {
     ".framework.checkpoint.write_plan": "CheckpointContents Shard Snapshot",
     ".framework.checkpoint.writer": "Save save",
     ".framework.pretrained.weight_folder": "fingerprint",
+    ".framework.storage.cached_url": "url_of",
 }
 
 __all__, __getattr__, __dir__ = face(__name__, _HOMES)

@@ -114,9 +114,12 @@ def _private_temp_dir() -> Iterator[None]:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", outside)
     tempfile.tempdir = tempfile.mkdtemp(prefix="phalanx-tests-")
     os.environ["TMPDIR"] = tempfile.tempdir
+    cache = os.environ["PHALANX_CACHE"] = tempfile.mkdtemp(prefix="phalanx-cache-", dir=outside)
     yield
     close_pools()
-    shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+    for made in (tempfile.tempdir, cache):
+        shutil.rmtree(made, ignore_errors=True)
+    del os.environ["PHALANX_CACHE"]
     tempfile.tempdir = outside
     os.environ["TMPDIR"] = outside
 
