@@ -15,7 +15,9 @@ from ..checkpoint import read_manifest
 from ..checkpoint.save_request import SaveRequest
 from ..core.errors import CheckpointError, NonFiniteError, Preempted, StorageError
 from ..launch.slurm import NEAR_END, REQUEUED_AT, requeue
+from ..launch.spot_notice import NOTICE
 from ..run.run import Run
+from ..storage.cached_url import local_place, portable
 from ..system.environment import current_job
 
 _PREEMPTED, RESCUED = "preempted", "rescued"
@@ -54,6 +56,8 @@ def leave(run: Run, directory: Path | None) -> NoReturn:
     where = f"rank {rank} got {name}" if run.world.size > 1 else f"{name} came"
     if name == NEAR_END:
         where = "the job's time is nearly up"
+    elif name == NOTICE:
+        where = "the machine is about to be taken back"
     message = f"{where}: stopped after optimizer step {step}, {_saved(run, directory)}"
     if name == "SIGINT":
         # The end of the process, or the notebook, shows the message. The user may continue with this module, in a
@@ -77,14 +81,13 @@ def _saved(run: Run, directory: Path | None) -> str:
     if directory is None:
         return "and saved nothing, since this run keeps no checkpoints."
     identity = run.directory.identity
-    path = run.world.broadcast_object(
-        str(own_path(directory, _PREEMPTED, identity)) if run.world.is_global_zero else ""
-    )
+    own = own_path(directory, _PREEMPTED, identity) if run.world.is_global_zero else ""
+    path = local_place(run.world.broadcast_object(portable(own)))
     try:
-        run.saver.save(SaveRequest(Path(path), tolerant=False))
+        run.saver.save(SaveRequest(path, tolerant=False))
     except NonFiniteError as error:
         return f"and saved nothing: {error}"
-    return f"and saved {path}; the same command with ckpt_path='auto' continues from there."
+    return f"and saved {portable(path)}; the same command with ckpt_path='auto' continues from there."
 
 
 def exchange_signals(run: Run) -> None:

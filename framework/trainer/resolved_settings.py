@@ -52,6 +52,7 @@ class Settings:
     fast_dev_run: int
     root: Path
     preemption_signals: tuple[str, ...]
+    preemption_notices: str | bool
     time_limit_margin: timedelta
     stall_limits: tuple[float, ...]
     profiler: Profiler
@@ -143,6 +144,7 @@ def resolve_settings(given: TrainerSettings) -> Settings:
         fast_dev_run=value["fast_dev_run"],
         root=value["default_root_dir"],
         preemption_signals=value["preemption_signals"],
+        preemption_notices=value["preemption_notices"],
         time_limit_margin=value["time_limit_margin"],
         stall_limits=value["stall_timeout"],
         profiler=value["profiler"],

@@ -16,6 +16,7 @@ from ..core.precision import Precision
 from ..core.registry import PRECISIONS
 from ..data.worker_process import SIGNALS
 from ..launch.signals import check_signals
+from ..launch.spot_notice import AUTO, check_service
 from ..parallel.strategy import Strategy
 from ..profiling.profiler import Profiler
 from ..profiling.resolve import resolve_profiler
@@ -210,6 +211,12 @@ class TrainerSettings:
         "signals at which a run finishes the step, saves and ends: SIGTERM, SIGUSR1 and SIGUSR2 with exit code 75, "
         "SIGINT with 130; a second SIGINT stops immediately.",
         lambda name, value: check_signals(value),
+    )
+    preemption_notices: str | bool = _setting(
+        AUTO,
+        'heed the notice that a spot machine of ``"aws"``, ``"gcp"`` or ``"azure"`` is taken back: save and end with '
+        'exit code 75. ``"auto"``: on machines of these services. False: do not ask.',
+        check_service,
     )
     requeue: bool = _setting(
         True, "put a SLURM job back into the queue after SIGUSR1 or SIGUSR2, as ``sbatch --signal`` sends them.", flag

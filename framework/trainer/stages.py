@@ -16,6 +16,7 @@ from ..launch.exit_hooks import install_rank_hooks
 from ..launch.restart_policy import FINAL
 from ..launch.signals import SignalWatch
 from ..launch.slurm import TimeLimit
+from ..launch.spot_notice import SpotNotices
 from ..loop import evaluate, predict, profiled
 from ..metrics.hparams_text import hyperparameters_to_log
 from ..metrics.no_log import OUTSIDE_LOOPS
@@ -116,13 +117,16 @@ def _running_fit(session: Session, request: StageRequest, again: Origin | None) 
 def _fit(session: Session, request: StageRequest, again: Origin | None) -> Origin | None:
     """Fit; return None, or the origin of the fit that continues the run after a non-finite loss."""
     limit = TimeLimit(current_job(), session.settings.time_limit_margin)
-    with SignalWatch(session.settings.preemption_signals) as watch, limit:
+    notices = SpotNotices(session.settings.preemption_notices)
+    with SignalWatch(session.settings.preemption_signals) as watch, limit, notices:
         choose_strategy(session, request)
         choose_micro_batch(session, request)
         loop = assemble_fit(session, request, again)
         watch.report_to(loop.run.triggers)
         if loop.run.world.is_global_zero:
             limit.report_to(loop.run.triggers, Signal.PREEMPT)
+        if loop.run.world.local_rank == 0:
+            notices.report_to(loop.run.triggers, Signal.PREEMPT)
         _begin(session, loop)
         with ExitStack() as modes:
             if session.settings.given.detect_anomaly:
