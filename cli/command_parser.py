@@ -20,7 +20,7 @@ GROUPS = {
     "begin": "new demo doctor selftest completion",
     "run": "fit validate test predict launch plan",
     "look": "runs top report why data compare",
-    "keep": "checkpoint rewind",
+    "keep": "checkpoint rewind clean",
     "move": "migrate export",
 }
 _OTHERS = "more"

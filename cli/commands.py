@@ -32,7 +32,7 @@ def add_commands(commands: Any) -> None:
         _new, _demo, _doctor, _selftest, _completion,
         _stages, _launch, _plan,
         _runs, _top, _report, _why, _data, _compare,
-        _checkpoint, _rewind,
+        _checkpoint, _rewind, _clean,
         _migrate, _export,
     ):  # fmt: skip
         add(commands)
@@ -319,6 +319,18 @@ def _rewind(commands: Any) -> None:
     parser.add_argument("--to", type=int, metavar="N", help=to)
     skip = "leave out the data of the steps from A up to but not including B, or of step A; may be repeated"
     parser.add_argument("--skip", action="append", default=[], metavar="A:B", help=skip)
+
+
+def _clean(commands: Any) -> None:
+    text = "delete old checkpoints or runs, by rule"
+    details = "The newest and the best checkpoint of each run stay. Runs that are being written are left as they are."
+    example = "phalanx clean experiments --keep-last 3 --older-than 30d --dry-run"
+    parser = add_command(commands, "clean", "clean:clean", text, example, details)
+    parser.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to search (default: here)")
+    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N of each run (default: 1)")
+    parser.add_argument("--older-than", metavar="SPAN", help="delete only what is older, such as 12h, 30d or 4w")
+    parser.add_argument("--runs", action="store_true", help="delete whole runs, and keep the newest N of each name")
+    parser.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
 
 
 # ---- move -----------------------------------------------------------------------------------------------------------

@@ -21,11 +21,10 @@ from ..framework.report.saved import saved_checkpoints
 from ..framework.report.step_data import data_of_step
 from ..framework.resume.checkpoint_search import not_resumable, only_of
 from ..framework.storage.mirror import writing
-from ..framework.system.run_directory import RunDirectory
+from ..framework.system.run_directory import directory_at
 from .terminal_text import say_json, say_wrapped
 
 _STEPS = re.compile(r"(\d+)(?::(\d+))?$")
-_VERSION = re.compile(r"version_(\d+)$")
 
 
 def rewind_run(given: argparse.Namespace) -> int:
@@ -34,7 +33,7 @@ def rewind_run(given: argparse.Namespace) -> int:
     skipped = [_steps(text) for text in given.skip]
     if given.to is None and not skipped:
         raise ConfigurationError("give --to N, --skip A:B, or both.")
-    directory = _directory(path)
+    directory = directory_at(path)
     # No fit may begin in between.
     directory.acquire(fresh=False)
     try:
@@ -85,14 +84,6 @@ def _steps(text: str) -> range:
     if first >= stop:
         raise ConfigurationError(f"--skip {text}: give steps as A:B, from A up to but not including B, or one step A.")
     return range(first, stop)
-
-
-def _directory(path: Path) -> RunDirectory:
-    absolute = path.absolute()
-    match = _VERSION.match(absolute.name)
-    if match is None:
-        raise ConfigurationError(f"{shown_path(path)} is not the directory of a Trainer's run, such as version_3.")
-    return RunDirectory(absolute.parent.parent, absolute.parent.name, int(match[1]))
 
 
 def _checkpoint_at(step: int, files: RunFiles) -> Path:

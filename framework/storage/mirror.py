@@ -209,6 +209,18 @@ def writing(folder: Path, note: Callable[[str], None]) -> Generator[None]:
         lease.release()
 
 
+def delete_folder(folder: Path) -> None:
+    """Delete all objects of a directory of the cache; manifests first, so that no checkpoint is read in between.
+
+    Raises:
+        StorageError: the service does not answer.
+    """
+    if (url := url_of(folder)) is not None:
+        store = open_store(url)
+        names = store.list()
+        store.delete(sorted(names, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)))
+
+
 def _covering(path: Path) -> Mirror | None:
     return next((_mirrors[folder] for folder in (path, *path.parents) if folder in _mirrors), None)
 

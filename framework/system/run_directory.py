@@ -9,7 +9,7 @@ import secrets
 import socket
 from pathlib import Path
 
-from ..core.errors import StorageError
+from ..core.errors import ConfigurationError, StorageError
 from .atomic_files import write_text
 from .file_lock import lock, unlock
 
@@ -102,6 +102,19 @@ class RunDirectory:
             StorageError: it cannot be written.
         """
         write_text(self.path / name, json.dumps(document, indent=2, default=str) + "\n")
+
+
+def directory_at(path: Path) -> RunDirectory:
+    """Return the directory of a run, which exists.
+
+    Raises:
+        ConfigurationError: it is not one of a Trainer's run.
+    """
+    place = path.absolute()
+    match = _VERSION.fullmatch(place.name)
+    if match is None:
+        raise ConfigurationError(f"{str(path)!r} is not the directory of a Trainer's run, such as version_3.")
+    return RunDirectory(place.parent.parent, place.parent.name, int(match[1]))
 
 
 def identity_of(path: Path) -> str | None:
