@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +25,7 @@ from ..framework.core.foreign_names import MEMBERS
 from ..framework.metrics.hparams_text import as_yaml
 from ..framework.metrics.logger import Logger
 from ..framework.metrics.monitor import doubtful_mode, given_mode, missing_metric
+from ..framework.report import past_failures
 from ..framework.storage.cached_url import local_place, portable
 from ..framework.system.atomic_directories import delete_hidden
 from ..framework.system.atomic_files import absolute
@@ -84,6 +86,9 @@ class ModelCheckpoint(Callback):
         save_on_exception: when the fit ends with an error, save the state after its last optimizer step as
             ``on_exception.ckpt`` in ``dirpath``; see ``OnExceptionCheckpoint``, which also lists what is not restored
             and when nothing is saved.
+        every: ``"auto"`` for an interval of time after which the least time is lost to saves and failures, by Young's
+            formula: from the seconds that training waits for a save, and the failures that the run has had. A line says
+            what was chosen.
         keep_local: of checkpoints in a bucket, the number of newest ones whose tensors also stay on the local disk;
             None for all. The others are read from the bucket.
 
@@ -139,6 +144,7 @@ class ModelCheckpoint(Callback):
         keep_every_nth: int = 0,
         save_on_exception: bool = False,
         keep_local: int | None = None,
+        every: str | None = None,
     ) -> None:
         if save_last not in (None, True, False, "link"):
             raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
@@ -160,7 +166,9 @@ class ModelCheckpoint(Callback):
         self.auto_insert_metric_name = auto_insert_metric_name
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
-        self._schedule = SaveSchedule(every_n_train_steps, every_n_epochs, train_time_interval)
+        self._schedule = SaveSchedule(every_n_train_steps, every_n_epochs, train_time_interval, every)
+        self._failures = (0, 0.0)
+        """How often the run has failed before, and in how many seconds, for ``every="auto"``; on rank 0."""
         self._template = self._as_template(filename or DEFAULT_NAME)
         self.asynchronous = asynchronous
         self._kept = Retention(save_top_k, self.mode, monitor is not None, keep_last, keep_every_nth)
@@ -189,7 +197,7 @@ class ModelCheckpoint(Callback):
             "mode": self.mode,
             "every_n_train_steps": self._schedule.steps,
             "every_n_epochs": self.every_n_epochs,
-            "train_time_interval": self._schedule.interval and self._schedule.interval.total_seconds(),
+            "train_time_interval": self._schedule.identity,
             "filename": self.filename,
             "dirpath": self._given_dirpath and os.path.basename(self._given_dirpath),
         }
@@ -242,6 +250,8 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin(trainer.global_step)
         self._forget_missing(trainer)
+        if self._schedule.is_auto and trainer.is_global_zero:
+            self._failures = past_failures(trainer.checkpoint_dir.parent)
         if self.save_on_exception:
             self._last_step.begin(trainer)
 
@@ -469,7 +479,16 @@ class ModelCheckpoint(Callback):
             prune=partial(self._prune, set(self._replaced)),
             on_done=partial(self._finished, trainer, plan, before),
         )
+        began = time.monotonic()
         trainer.request_save(request)
+        if self._schedule.is_auto and trainer.is_global_zero:
+            self._adapt(trainer, time.monotonic() - began)
+
+    def _adapt(self, trainer: TrainerView, save_seconds: float) -> None:
+        """Choose the time until the next save, and say so if it is another one."""
+        sentence = self._schedule.adapt(save_seconds, *self._failures, trainer.world_size)
+        if self._schedule.has_changed:
+            trainer.note(sentence)
 
     def _record(self, plan: SavePlan) -> None:
         """Add a checkpoint to the records before it is saved."""

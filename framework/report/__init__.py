@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
-    from .event_log import record_end as record_end
+    from .event_log import past_failures as past_failures, record_end as record_end
     from .finish import add_to_report as add_to_report, amend_report as amend_report, finish_report as finish_report
     from .rewinds import rewinds_of as rewinds_of
     from .saved import best_checkpoint as best_checkpoint
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __getattr__ = on_call(
     __name__,
     {
-        ".event_log": "record_end",
+        ".event_log": "past_failures record_end",
         ".finish": "add_to_report amend_report finish_report",
         ".rewinds": "rewinds_of",
         ".saved": "best_checkpoint",

@@ -36,6 +36,10 @@ MOST_ATTEMPTS = 1_000
 _SPARE_VALUES = 20_000
 
 
+# Exit codes of attempts that ended well, or were told to end and have saved.
+_PLANNED = (0, 75)
+
+
 @dataclass
 class Attempt:
     """A fit that began in the run's directory, or continued in it."""
@@ -206,3 +210,10 @@ def _ends_line(path: Path) -> bool:
     with open(path, "rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
+
+
+def past_failures(directory: Path) -> tuple[int, float]:
+    """Return how often a run has failed before the attempt in progress, and the seconds of those attempts."""
+    earlier = read_events(directory).attempts[:-1]
+    failures = sum(each.exit_code not in _PLANNED for each in earlier)
+    return failures, sum(max(0.0, each.seen - each.began) for each in earlier)
