@@ -162,7 +162,7 @@ def _command(run: Run) -> str | None:
 def _curves(directory: Path) -> list[str]:
     """Return the command to display curves, depending on the loggers."""
     if next(directory.glob(_TENSORBOARD_FILES), None) is not None:
-        return [f"curves     {_program('tensorboard')} --logdir {shlex.quote(str(directory))}"]
+        return [f"curves     {_program('tensorboard')} --logdir {shlex.quote(_relative(directory))}"]
     if any((directory / name).is_file() for name in ("metrics.csv", "metrics.jsonl")):
         return [f"curves     {_program('phalanx')} report {quoted(directory)}"]
     return []
@@ -185,8 +185,10 @@ def quoted(path: str | Path) -> str:
 
 def shortened(path: str | Path) -> str:
     """Return a path relative to the working directory if it is below it, or the URL that it caches."""
-    if (url := url_of(path)) is not None:
-        return url
+    return url_of(path) or _relative(path)
+
+
+def _relative(path: str | Path) -> str:
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
