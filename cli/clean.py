@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,18 @@ def _old_runs(runs: Sequence[Path], keep_last: int | None, before: float) -> Ite
     seen: dict[Path, int] = {}
     for path in runs:
         number = seen[path.parent] = seen.get(path.parent, 0) + 1
-        files = [each for each in path.rglob("*") if each.is_file()]
-        changed = max((each.stat().st_mtime for each in files), default=path.stat().st_mtime)
+        files, seen_at, size = RunFiles(path), list[float](), 0
+        for place in (each for folder in path.rglob("checkpoints") for each in candidates(folder)):
+            with suppress(CheckpointError):
+                manifest = read_manifest(place)
+                seen_at.append(manifest.saved_at)
+                size += sum(record.size for record in manifest.files.values())
+        seen_at += [attempt.seen for attempt in files.events.attempts]
+        # Of a run in a bucket, files have the time at which they were downloaded.
+        changed = max(seen_at, default=path.stat().st_mtime)
         if number > (keep_last or 0) and changed < before:
-            size = sum(each.stat().st_size for each in files)
+            plain = (each for each in path.rglob("*") if each.is_file() and each.suffix != ".safetensors")
+            size += sum(each.stat().st_size for each in plain)
             yield directory_at(path), [Old(path, "run", None, size, changed)]
 
 
@@ -124,9 +133,9 @@ def _delete(directory: RunDirectory, olds: Sequence[Old], dry_run: bool) -> None
             for old in olds:
                 if old.kind == "checkpoint":
                     remove(old.path)
-        if any(old.kind == "run" for old in olds):
-            delete_folder(directory.path.absolute())
-            shutil.rmtree(directory.path)
+                else:
+                    delete_folder(directory.path.absolute())
+                    shutil.rmtree(directory.path)
     finally:
         directory.release()
 

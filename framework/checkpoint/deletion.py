@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..core.arguments import names_arguments
 from ..core.errors import StorageError
-from ..storage.mirror import after_change, refreshed
+from ..storage.mirror import after_change, before_deletion, refreshed
 from ..system.atomic_directories import delete_hidden, hide_directory, remove_tree
 from ..system.atomic_files import free_bytes, storage_error, sync_directory
 from ..system.file_lock import unheld
@@ -50,6 +50,7 @@ def hide(path: str | os.PathLike[str]) -> Path | None:
         return None
     if not is_ours(folder):
         raise StorageError(f"{str(folder)!r} is not a checkpoint or holds other files; it is not deleted.")
+    before_deletion(folder)
     return hide_directory(folder)
 
 

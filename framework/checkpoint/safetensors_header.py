@@ -146,7 +146,13 @@ def open_tensor_file(path: Path, record: FileRecord) -> PlainFile | RemoteFile:
     """
     from xxhash import xxh3_64_hexdigest
 
-    file = (None if os.path.lexists(path) else remote_file(path)) or PlainFile(path)
+    try:
+        file: PlainFile | RemoteFile = PlainFile(path)
+    except CheckpointError:
+        remote = None if os.path.lexists(path) else remote_file(path)
+        if remote is None:
+            raise
+        file = remote
     if file.size != record.size:
         raise CheckpointError(
             f"{str(path)!r} has {file.size:,} bytes where the manifest says {record.size:,}; the checkpoint is damaged."

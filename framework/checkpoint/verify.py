@@ -23,8 +23,9 @@ _MOST_READINGS = 3
 @names_arguments
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """Read every byte of a checkpoint and return a list of problems, one sentence each; empty if it is good."""
-    path = refreshed(path)
+    given = path
     for _ in range(_MOST_READINGS):
+        path = refreshed(given)
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:

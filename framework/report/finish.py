@@ -13,6 +13,9 @@ from .document import EVALUATIONS, OUTCOME, build_report
 from .page import render_page
 from .run_files import PAGE, RunFiles
 
+# A launcher that writes the report of ranks that have failed ends soon afterwards.
+_PATIENCE_SECONDS = 5.0
+
 
 def finish_report(directory: Path, outcome: dict[str, Any]) -> dict[str, Any]:
     """Write the report of a fit that has ended; return it.
@@ -29,8 +32,8 @@ def finish_report(directory: Path, outcome: dict[str, Any]) -> dict[str, Any]:
     write_text(directory / REPORT, as_text(document))
     if has_page(files.config):
         write_text(directory / PAGE, render_page(document))
-        after_change(directory / PAGE)
-    after_change(directory / REPORT)
+        after_change(directory / PAGE, patience=_PATIENCE_SECONDS)
+    after_change(directory / REPORT, patience=_PATIENCE_SECONDS)
     return document
 
 

@@ -18,6 +18,8 @@ from ..checkpoint.inspection import candidates, furthest
 from ..checkpoint.manifest import read_manifest, run_of
 from ..core.data_spans import Span, as_json, from_json
 from ..core.errors import CheckpointError, StorageError
+from ..storage.cached_url import url_of
+from ..storage.mirror import before_deletion
 from ..storage.remote_file import download_file
 from ..system.atomic_files import storage_error, write_text
 
@@ -119,9 +121,13 @@ def newer_than(folders: Iterable[Path], target: Path, identity: object) -> Seque
 
 
 def _set_aside(path: Path) -> Path:
-    for name in read_manifest(path).files:
-        # Of a checkpoint in a bucket, which is not found by its old name from now on.
-        download_file(path / name)
+    if url_of(path) is not None:
+        # It is not found in the bucket by its old name from now on.
+        for name in read_manifest(path).files:
+            download_file(path / name)
+            if not (path / name).exists():
+                raise StorageError(f"{path.name} cannot be set aside: {name} could not be downloaded to {str(path)!r}.")
+        before_deletion(path)
     folder = path.parent / SET_ASIDE
     place, number = folder / path.name, 1
     try:

@@ -12,6 +12,7 @@ from ..checkpoint.inspection import best_recorded, candidates, inspection_of, ki
 from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from ..checkpoint.verify import first_incomplete
 from ..core.errors import CheckpointError, PhalanxError
+from ..storage.cached_url import local_place
 from .run_files import RunFiles
 from .values import text, timestamp
 
@@ -59,7 +60,7 @@ def best_checkpoint(files: RunFiles, saved: Saved | None = None) -> str | None:
     if not named and (newest := (saved or saved_checkpoints(files)).newest) is not None:
         named = best_recorded(read_manifest(newest["path"])) or ""
     # The directory of the run may have been moved with its checkpoints.
-    places = (Path(named), files.directory / "checkpoints" / Path(named).name) if named else ()
+    places = (local_place(named), files.directory / "checkpoints" / Path(named).name) if named else ()
     return next((str(path) for path in places if _is_complete(path, files.identity)), None)
 
 

@@ -15,7 +15,7 @@ from ..core.errors import CheckpointError
 from ..launch.restart_policy import FitRecord
 from ..report import best_checkpoint
 from ..report.run_files import RunFiles
-from ..storage.mirror import refresh_cached
+from ..storage.mirror import make_folders, refresh_cached
 from ..system.run_directory import RunDirectory, identity_of, next_version, versions
 from .preempted_save import is_name
 
@@ -95,12 +95,15 @@ class Search:
         return versions(self.root, self.name)
 
     def refresh(self) -> None:
-        """Download what other machines have changed in the directories, if they are in a bucket.
+        """Learn which versions there are in a bucket, and what is in the directories of callbacks.
+
+        The versions themselves are downloaded when they are searched: there may be thousands.
 
         Raises:
             StorageError: the service does not answer.
         """
-        for folder in (self.root / self.name, *self.shared):
+        make_folders(self.root / self.name)
+        for folder in self.shared:
             refresh_cached(folder)
 
     def directory(self, version: int) -> RunDirectory:
@@ -134,6 +137,7 @@ class Search:
         folders: list[Path] = [] if memory is None else [memory]
         refused: Refuse = not_resumable
         if before.identity is not None:
+            refresh_cached(self.directory(before.version).path)
             folders += [self.directory(before.version).checkpoints, *self.shared]
             refused = only_of(before.identity, not_resumable)
         checkpoint = newest_good(folders, self.note, refused)
@@ -173,6 +177,7 @@ class Search:
             CheckpointError: there is none, or this Trainer has fitted: another run's is not its best.
         """
         for version in [] if self.has_fitted else reversed(self.versions):
+            refresh_cached(self.directory(version).path)
             if (path := best_checkpoint(RunFiles(self.directory(version).path))) is not None:
                 return path
         where = "" if self.has_fitted else f" in a run of {self.root / self.name}"
@@ -202,6 +207,7 @@ class Search:
         existing = self.versions
         for number, version in enumerate(reversed(existing)):
             run = self.directory(version)
+            refresh_cached(run.path)
             others = _passing_over_others(identity_of(run.path), refuse)
             checkpoint = newest_good([run.checkpoints, *(() if number else self.shared)], self.note, others)
             if checkpoint is not None:
@@ -224,7 +230,9 @@ def mirrored_folders(directory: RunDirectory, callbacks: Iterable[CallbackContra
     folders: dict[Path, int | None] = {directory.path: None}
     for saved in saved_by(callbacks):
         place = saved.saves_into
-        folders[directory.path if place is None else place[0]] = saved.keep_local
+        folder = directory.path if place is None else place[0]
+        known = [count for count in (folders.get(folder), saved.keep_local) if count is not None]
+        folders[folder] = max(known, default=None)
     return folders
 
 

@@ -18,7 +18,7 @@ from ..launch import open_memory
 from ..launch.restart_policy import FitRecord, earlier_fit, largest_micro_batch, record_fit
 from ..report import rewinds_of
 from ..storage.cached_url import local_place, portable
-from ..storage.mirror import created, refreshed
+from ..storage.mirror import created, refresh_cached, refreshed, take_lease
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import IDENTITY, RunDirectory
 from .checkpoint_search import Found, Origin, Search, is_interrupted
@@ -146,6 +146,10 @@ def _lock(
         directory.release()
         directory.version += 1
         directory.acquire(fresh=True)
+    if take_lease(directory.path, search.note) and continues:
+        # Another machine may have saved until now.
+        refresh_cached(directory.path)
+        origin = replace(_choose(search, given, earlier), version=directory.version)
     # A checkpoint that was being replaced is there again after this, and may be newer than the one that was chosen. It
     # could not be chosen before, since only the holder of the lock may touch it.
     if _clean(directory, search) and continues:

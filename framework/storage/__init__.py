@@ -4,7 +4,7 @@ A run in a bucket is written and read on a local disk, in a cache, by the same c
 uploaded behind training, and what others have uploaded is downloaded before it is read.
 
     cached_url      URLs, and their local directories
-    store           seven verbs on the objects below a URL; the library that speaks to the service
+    store           eight verbs on the objects below a URL; the library that speaks to the service
     cached_folder   one directory and its objects: what to upload, to download and to delete
     mirror          the thread that uploads
     lease           one machine at a time writes a run

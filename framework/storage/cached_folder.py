@@ -5,7 +5,7 @@ when the two were the same. From that follows which of the two has changed since
 
     the local one           it is uploaded, by ``upload``
     the object              it is downloaded, by ``refresh``
-    both                    the object counts, unless it was this machine that was uploading it
+    both                    the object counts, unless this machine was uploading it when it was interrupted
 
 A checkpoint is one entry, the object of its manifest. Its tensor files are downloaded when they are read.
 """
@@ -13,23 +13,25 @@ A checkpoint is one entry, the object of its manifest. Its tensor files are down
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..core.errors import StorageError
 from ..system.atomic_directories import HiddenDirectory, replace_directory
-from ..system.atomic_files import new_file, write_synced
+from ..system.atomic_files import hidden_sibling, new_file, write_synced
 from ..system.file_lock import is_held
 from .store import Store
 
 MANIFEST = "manifest.json"
 RECORD = ".remote.json"
+DELETIONS = ".remote.deleted"
 LOCK = ".lock"
 _START = re.compile(rb'\{"checksum":"([0-9a-f]{16})"')
 # For files that other nodes upload at the same time.
@@ -72,22 +74,29 @@ class CachedFolder:
 
     # ---- to the bucket ----------------------------------------------------------------------------------------------
 
-    def upload(self) -> None:
-        """Upload what has changed here, and delete objects whose local files were deleted.
+    def upload(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Upload what has changed here, and delete the objects of checkpoints that were deleted.
+
+        Args:
+            is_stopped: called before each file; once it returns True the rest is left.
 
         Raises:
             OSError: the service does not answer. What was uploaded before is recorded.
         """
-        if self._entries and not (self.path / RECORD).exists():
-            # The cache was deleted, which does not delete the run.
-            self._entries = {}
+        # Those that are deleted while others are uploaded wait for the next time: the newest one must be there first.
+        deleted = deletions_in(self.path) if self._is_first else []
         for name, state in _contents(self.path).items():
+            if is_stopped():
+                return
             self._upload(name, state)
-        for name in list(self._entries):
-            if not self._is_first:
-                self._follow(name)
-            elif not os.path.lexists(self.path / name):
+        for name in deleted:
+            if not os.path.lexists(self.path / name):
                 self._delete(name)
+        if deleted:
+            _forget_deletions(self.path, deleted)
+        if not self._is_first:
+            for name in list(self._entries):
+                self._follow(name)
 
     def create_one(self, name: str) -> bool:
         """Upload a file that has no object yet; return False if it has one, of another machine."""
@@ -101,9 +110,9 @@ class CachedFolder:
         """Upload a file or a checkpoint, or delete its objects if it was deleted. Raises as ``upload``."""
         if (state := _contents(self.path).get(name)) is not None:
             self._upload(name, state)
-        else:
-            self._entries.setdefault(name, Entry())
+        elif name in deletions_in(self.path):
             self._delete(name)
+            _forget_deletions(self.path, [name])
 
     def _upload(self, name: str, state: str) -> None:
         if not (self._is_first or _is_checksum(state)):
@@ -146,25 +155,30 @@ class CachedFolder:
             entry.version, entry.state, entry.pending = "", checksum, ""
             self._write()
             return
-        self._wait_for_others(f"{self._below}{name}/{checksum}/", manifest, set(files))
+        if not self._waited_for_others(name, checksum, manifest, set(files)):
+            return
         place = f"{self._below}{name}/{MANIFEST}"
         self._store.put(place, manifest)
         self._uploaded(entry, checksum, place)
         self._delete_others(name, keep=checksum)
 
-    def _wait_for_others(self, below: str, manifest: bytes, own: set[str]) -> None:
-        """Wait until other nodes have uploaded their files of a checkpoint.
+    def _waited_for_others(self, name: str, checksum: str, manifest: bytes, own: set[str]) -> bool:
+        """Wait until other nodes have uploaded their files of a checkpoint; return False if it was replaced meanwhile.
 
         Raises:
             StorageError: they take too long; it is tried again with the next upload.
         """
+        below, place = f"{self._below}{name}/{checksum}/", self.path / name
         sizes = {name: record["size"] for name, record in json.loads(manifest)["files"].items()}
         until = time.monotonic() + _OTHERS_SECONDS
-        for name in sorted(set(sizes) - own):
-            while (known := self._store.version(below + name)) is None or known[1] != sizes[name]:
+        for file in sorted(set(sizes) - own):
+            while (known := self._store.version(below + file)) is None or known[1] != sizes[file]:
+                if _checkpoint_state(place) != checksum:
+                    return False
                 if time.monotonic() > until:
-                    raise StorageError(f"{below}{name} has not been uploaded by its node.")
+                    raise StorageError(f"{below}{file} has not been uploaded by its node.")
                 time.sleep(_POLL_SECONDS)
+        return True
 
     def _follow(self, name: str) -> None:
         """Delete the local files of a checkpoint that the first node has deleted."""
@@ -188,9 +202,7 @@ class CachedFolder:
         # First the object without which no reader finds the others.
         self._store.delete([f"{self._below}{name}/{MANIFEST}"])
         self._delete_others(name)
-        if not _is_checksum(self._entries[name].state or self._entries[name].pending):
-            self._store.delete([self._below + name])
-        del self._entries[name]
+        self._entries.pop(name, None)
         self._write()
 
     def _delete_others(self, name: str, keep: str = "") -> None:
@@ -210,10 +222,12 @@ class CachedFolder:
                 with contextlib.suppress(FileNotFoundError):
                     found.append(((self.path / name / MANIFEST).stat().st_mtime_ns, name))
         for _, name in sorted(found, reverse=True)[keep:]:
-            with contextlib.suppress(FileNotFoundError):
-                for file in (self.path / name).iterdir():
-                    if file.name != MANIFEST:
-                        file.unlink(missing_ok=True)
+            # By the open directory: training may give its name to another checkpoint at any time.
+            with contextlib.suppress(FileNotFoundError), _opened(self.path / name, os.O_DIRECTORY) as folder:
+                if _state_in(folder) == self._entries[name].state:
+                    for file in os.listdir(folder):
+                        if file != MANIFEST:
+                            os.unlink(file, dir_fd=folder)
 
     # ---- from the bucket --------------------------------------------------------------------------------------------
 
@@ -223,9 +237,9 @@ class CachedFolder:
         Args:
             listed: the versions of the objects of this directory, by name; that of a checkpoint is its manifest's.
         """
-        local = _contents(self.path)
+        local, deleted = _contents(self.path), deletions_in(self.path)
         for name, version in listed.items():
-            if name.startswith("."):
+            if name.startswith(".") or name.partition("/")[0] in deleted:
                 continue
             entry = self._entries.get(name.partition("/")[0])
             if name.partition("/")[0] not in local or entry is None or entry.version != version:
@@ -246,11 +260,17 @@ class CachedFolder:
         if own in local and (found := self._store.version(place)) is not None:
             # A list may be old.
             version = found[0]
-            if version == entry.version or (entry.pending and local[own] != entry.state):
+            if version == entry.version or (entry.pending and self._is_own(place, found[1], entry.pending)):
                 return
         # A file that was deleted in the meantime is not there.
         with contextlib.suppress(FileNotFoundError):
             self._entries[own] = Entry(version, self._take(own, place))
+
+    def _is_own(self, place: str, size: int, pending: str) -> bool:
+        """Whether an object is what this machine was uploading when it was interrupted."""
+        if _is_checksum(pending):
+            return checksum_of(self._store.read(place, 0, 64)) == pending
+        return pending.endswith(f"-{size}")
 
     def _forget(self, name: str, local: Mapping[str, str]) -> None:
         """Delete what another machine has deleted, unless it has changed here since."""
@@ -283,9 +303,54 @@ class CachedFolder:
 
     def _write(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        temporary = self.path / f"{RECORD}.new"
+        temporary = hidden_sibling(self.path / RECORD, "tmp")
         temporary.write_text(json.dumps({name: asdict(entry) for name, entry in self._entries.items()}))
         os.replace(temporary, self.path / RECORD)
+
+
+# ---- deletions on purpose -------------------------------------------------------------------------------------------
+
+
+def record_deletion(path: Path) -> None:
+    """Record that the objects of a checkpoint are to be deleted once it is not there any more.
+
+    What is merely missing, such as after the cache was deleted, stays in the bucket.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _deletions(path.parent) as (names, write):
+        write([*names, path.name])
+
+
+def deletions_in(folder: Path) -> list[str]:
+    """Return the names of the checkpoints of a directory that were deleted on purpose, and are not there any more."""
+    if not (folder / DELETIONS).exists():
+        return []
+    with _deletions(folder) as (names, _):
+        return [name for name in dict.fromkeys(names) if not os.path.lexists(folder / name)]
+
+
+def _forget_deletions(folder: Path, done: Iterable[str]) -> None:
+    with _deletions(folder) as (names, write):
+        write([name for name in names if name not in set(done)])
+
+
+@contextlib.contextmanager
+def _deletions(folder: Path) -> Iterator[tuple[list[str], Callable[[list[str]], None]]]:
+    """Yield the names in the file of deletions, and what writes others; no other process writes it meanwhile."""
+    handle = os.open(folder / DELETIONS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        names = os.pread(handle, 1 << 24, 0).decode("utf-8", "replace").split("\n")
+
+        def write(kept: list[str]) -> None:
+            data = "".join(f"{name}\n" for name in kept).encode("utf-8")
+            os.pwrite(handle, data, 0)
+            os.ftruncate(handle, len(data))
+            os.fsync(handle)
+
+        yield [name for name in names if name], write
+    finally:
+        os.close(handle)
 
 
 # ---- trees of directories -------------------------------------------------------------------------------------------
@@ -320,20 +385,24 @@ def refresh(root: Path, store: Store) -> None:
         elif name == f"{checkpoint}/{MANIFEST}":
             by_folder.setdefault(folder, {})[f"{own}/{MANIFEST}"] = version
     for folder, names in by_folder.items():
-        if not _is_written(root / folder):
+        if not is_written(root / folder):
             CachedFolder(root / folder, store, root).refresh(names)
 
 
 def delete_unfinished(root: Path, store: Store) -> None:
     """Delete what killed uploads have left below a directory that this process alone uploads."""
-    unfinished = []
+    others: dict[str, list[tuple[str, str]]] = {}
     for name in store.list():
         if _is_tensor_file(name):
             checkpoint, checksum, _ = name.rsplit("/", 2)
             if _checkpoint_state(root / checkpoint) != checksum:
-                unfinished.append(name)
-    if unfinished:
-        store.delete(unfinished)
+                others.setdefault(checkpoint, []).append((checksum, name))
+    for checkpoint, found in others.items():
+        # The checkpoint here may be newer than that in the bucket.
+        kept = ""
+        with contextlib.suppress(FileNotFoundError):
+            kept = checksum_of(store.read(f"{checkpoint}/{MANIFEST}", 0, 64))
+        store.delete([name for checksum, name in found if checksum != kept])
 
 
 def _checkpoints_in(listed: Iterable[str]) -> set[str]:
@@ -373,10 +442,19 @@ def _state(path: Path) -> str:
 
 
 def _checkpoint_state(path: Path) -> str:
+    """Return the checksum of a checkpoint's manifest; empty for anything else."""
     try:
-        with (path / MANIFEST).open("rb") as file:
-            return checksum_of(file.read(64))
+        with _opened(path, os.O_DIRECTORY) as folder:
+            return _state_in(folder)
     except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def _state_in(folder: int) -> str:
+    try:
+        with _opened(Path(MANIFEST), dir_fd=folder) as file:
+            return checksum_of(os.read(file, 64))
+    except FileNotFoundError:
         return ""
 
 
@@ -397,15 +475,15 @@ def _parents(name: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _opened(path: Path, flags: int = 0, dir_fd: int | None = None) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=dir_fd)
     try:
         yield handle
     finally:
         os.close(handle)
 
 
-def _is_written(path: Path) -> bool:
+def is_written(path: Path) -> bool:
     """Whether a process of this machine holds the lock of a run's directory that a path is in."""
     return any(is_held(folder / LOCK) for folder in (path, *path.parents[:3]))
 

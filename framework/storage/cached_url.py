@@ -15,7 +15,7 @@ Location: TypeAlias = "str | os.PathLike[str]"
 """A path, or a URL."""
 
 # A path object of a URL has lost one of the slashes. One letter is a drive of Windows.
-_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+):/{1,2}(?P<rest>.*)", re.DOTALL)
+_URL = re.compile(r"(?P<protocol>[a-zA-Z][a-zA-Z0-9+.-]+):/{1,2}(?P<rest>.*)", re.DOTALL)
 _LOCAL = ("file", "local")
 # A slash at the beginning of a URL's rest: the path of a file has one, the name of a bucket has none.
 _ROOT = "_root"
@@ -34,8 +34,10 @@ def local_place(location: Location) -> Path:
     """
     match = _URL.fullmatch(str(location))
     if match is None:
+        if "://" in str(location):
+            raise ConfigurationError(f"{str(location)!r} is neither a path nor a URL: write PROTOCOL://BUCKET/PATH.")
         return Path(location).expanduser()
-    protocol, rest = match["protocol"], match["rest"]
+    protocol, rest = match["protocol"].lower(), match["rest"]
     _check(protocol, rest, str(location))
     if protocol in _LOCAL:
         protocol, rest = "file", os.path.abspath("/" + rest)
@@ -52,8 +54,7 @@ def url_of(path: Location) -> str | None:
         >>> url_of(trainer.checkpoint_callback.best_model_path)
         's3://bucket/run/phalanx_logs/version_0/checkpoints/last.ckpt'
     """
-    if is_url(path):
-        return str(path)
+    path = local_place(path) if is_url(path) else path
     try:
         protocol, *parts = Path(os.path.abspath(path)).relative_to(_cache()).parts
     except ValueError:
@@ -71,9 +72,9 @@ def _cache() -> Path:
 
 
 def _check(protocol: str, rest: str, given: str) -> None:
-    if "@" in rest.partition("/")[0]:
+    if ":" in rest.partition("/")[0].rpartition("@")[0]:
         raise ConfigurationError(
-            f"A URL of {protocol} has a user or a password in it: give them to its library, in the environment."
+            f"A URL of {protocol} has a password in it: give it to the library of this protocol, in the environment."
         )
     if protocol in _LOCAL:
         return

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..core.errors import StorageError
@@ -37,8 +39,14 @@ class Lease:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._own = {"host": socket.gethostname(), "pid": os.getpid()}
+        self._own = {
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "token": secrets.token_hex(8),
+        }
         self._ended = threading.Event()
+        self._is_lost = False
         self._thread = threading.Thread(target=self._renew, daemon=True, name="phalanx-lease")
 
     def acquire(self, note: Callable[[str], None]) -> None:
@@ -52,21 +60,25 @@ class Lease:
         """
         found = self._read()
         if found is not None and self._counts(found):
-            holder = f"process {found.get('pid')} on {found.get('host')}"
             note(
-                f"{self._store.url} was written by {holder}: this waits up to {_COUNTS_SECONDS:.0f} s to see whether "
-                "that still runs."
+                f"{self._store.url} was written by {_holder(found)}: this waits up to {_COUNTS_SECONDS:.0f} s to see "
+                "whether that still runs."
             )
             until = time.monotonic() + _COUNTS_SECONDS
             while time.monotonic() < until and (now := self._read()) is not None:
                 if now != found:
-                    raise StorageError(
-                        f"{self._store.url} is being written by {holder}: wait for that run, end it, or give another "
-                        "default_root_dir."
-                    )
+                    raise self._refusal(now)
                 time.sleep(_POLL_SECONDS)
         self._write()
+        now = self._read()
+        if now is not None and now.get("token") != self._own["token"]:
+            raise self._refusal(now)
         self._thread.start()
+
+    def check(self) -> None:
+        """Raise a ``StorageError`` if another machine has taken the lease, as this one did not answer for a while."""
+        if self._is_lost:
+            raise StorageError(f"another machine writes {self._store.url} now.")
 
     def release(self) -> None:
         """Give the lease back. A service that does not answer forgets it after a while."""
@@ -74,10 +86,18 @@ class Lease:
         if self._thread.is_alive():
             self._thread.join()
         with contextlib.suppress(OSError):
-            self._store.delete([NAME])
+            if self._is_own():
+                self._store.delete([NAME])
+
+    def _refusal(self, found: dict[str, Any]) -> StorageError:
+        return StorageError(
+            f"{self._store.url} is being written by {_holder(found)}: wait for that run, end it, or give another "
+            "default_root_dir."
+        )
 
     def _counts(self, found: dict[str, Any]) -> bool:
-        if found.get("host") == self._own["host"]:
+        """Whether the process that wrote a lease may still run."""
+        if found.get("machine") == self._own["machine"]:
             pid = found.get("pid")
             return isinstance(pid, int) and pid != self._own["pid"] and is_running(pid)
         said = found.get("time")
@@ -86,7 +106,14 @@ class Lease:
     def _renew(self) -> None:
         while not self._ended.wait(_RENEWED_SECONDS):
             with contextlib.suppress(OSError):
+                if not self._is_own():
+                    self._is_lost = True
+                    return
                 self._write()
+
+    def _is_own(self) -> bool:
+        found = self._read()
+        return found is not None and found.get("token") == self._own["token"]
 
     def _write(self) -> None:
         self._store.put(NAME, json.dumps({**self._own, "time": time.time()}).encode())
@@ -97,3 +124,16 @@ class Lease:
         except (FileNotFoundError, ValueError):
             return None
         return found if isinstance(found, dict) else None
+
+
+def _holder(found: dict[str, Any]) -> str:
+    return f"process {found.get('pid')} on {found.get('host')}"
+
+
+def _machine() -> str:
+    """Return what is the same for processes that see one another by their pids, and differs between machines."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()

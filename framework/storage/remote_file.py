@@ -91,7 +91,8 @@ def download_file(path: Path) -> None:
         temporary = path.parent.with_name(temporary.name)
         try:
             store.download(name, temporary)
-            temporary.replace(path)
+            if temporary.stat().st_size == known[1]:
+                temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
 

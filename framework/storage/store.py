@@ -1,11 +1,11 @@
-"""``Store``: the objects below a URL, by seven verbs."""
+"""``Store``: the objects below a URL, by eight verbs."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -37,6 +37,9 @@ class Store(Protocol):
 
         A service may answer with what was there some seconds ago.
         """
+
+    def folders(self) -> Sequence[str]:
+        """Return the parts before the first slash of the names that have one."""
 
     def version(self, name: str) -> tuple[str, int] | None:
         """Return the version of an object, and its size in bytes; None if it does not exist."""
@@ -87,6 +90,10 @@ class LocalStore:
                 if not file.startswith(".") and (known := _status(path)) is not None:
                     found[path.relative_to(self._root).as_posix()] = known[0]
         return found
+
+    def folders(self) -> Sequence[str]:
+        found = os.scandir(self._root) if self._root.is_dir() else ()
+        return sorted(entry.name for entry in found if entry.is_dir())
 
     def version(self, name: str) -> tuple[str, int] | None:
         return _status(self._root / name)
@@ -148,6 +155,10 @@ class RemoteStore:
             self._files, self._root = _filesystem(url)
         except ImportError as error:
             raise ConfigurationError(f"{url!r} needs a package that is not installed: {error}") from None
+        except Exception as error:
+            # Such as credentials that are missing.
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise StorageError(f"{url} cannot be reached ({reason}).") from None
 
     def list(self, below: str = "") -> dict[str, str]:
         def found() -> dict[str, Any]:
@@ -161,6 +172,18 @@ class RemoteStore:
             return {}
         root = len(self._root) + 1
         return {path[root:]: _version(info) for path, info in listed.items() if len(path) > root}
+
+    def folders(self) -> Sequence[str]:
+        def found() -> list[dict[str, Any]]:
+            self._files.invalidate_cache()
+            listed: list[dict[str, Any]] = self._files.ls(self._root, detail=True)
+            return listed
+
+        try:
+            listed = self._retried("listing", "", found)
+        except FileNotFoundError:
+            return []
+        return sorted(each["name"].rstrip("/").rpartition("/")[2] for each in listed if each["type"] == "directory")
 
     def version(self, name: str) -> tuple[str, int] | None:
         def found() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -42,6 +43,7 @@ from ..run.run import Run
 from ..state.switched_weights import SwitchedWeights
 from ..storage.cached_url import local_place, portable, url_of
 from ..storage.mirror import open_mirror
+from ..system.atomic_files import hidden_sibling
 from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
 from .hints import device_hints
@@ -146,6 +148,8 @@ def _begin_uploading(session: Session, world: World) -> None:
     if not any(map(url_of, folders)):
         return
     nodes = NodeFolders(world, session.directory.path, has_copies=False)
+    if nodes.are_several:
+        _refuse_common_cache(world, nodes, session.directory.path)
 
     def begin() -> None:
         if nodes.leads:
@@ -154,12 +158,39 @@ def _begin_uploading(session: Session, world: World) -> None:
     on_all_ranks(world, begin)
 
 
+def _refuse_common_cache(world: World, nodes: NodeFolders, folder: Path) -> None:
+    """Raise a ``ConfigurationError`` if several nodes write into one directory of the cache. Collective."""
+    mark = hidden_sibling(folder / "mark", "tmp")
+
+    def leave_mark() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        return mark.name
+
+    name = on_rank_zero(world, leave_mark)
+
+    def check() -> None:
+        if nodes.leads and not world.is_global_zero and (folder / name).exists():
+            raise ConfigurationError(
+                f"{str(folder)!r}, the cache of a bucket, is on a disk that several nodes share: set PHALANX_CACHE to "
+                "a directory on a local disk of each node."
+            )
+
+    try:
+        on_all_ranks(world, check)
+    finally:
+        if world.is_global_zero:
+            mark.unlink(missing_ok=True)
+
+
 def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> tuple[Run, EvaluationPlan]:
     """Build the run and the plan of ``validate``, ``test`` or ``predict``. Collective."""
     run = _begin(session, request, stage)
     session.use_seed(_agreed_seed(run, None))
     if session.loggers and not session.directory.claimed:
         claim_directory(session.directory, None, session.callbacks, run.world, session.note, session.writes)
+    if session.loggers:
+        _begin_uploading(session, run.world)
     session.attach_loggers()
     _prepare(run, request, stage)
     checkpoint = _evaluated_checkpoint(session, run, request)

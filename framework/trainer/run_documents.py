@@ -218,7 +218,7 @@ def outcome(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
         "epochs": progress.epoch,
         "optimizer_steps": progress.global_step,
         "throughput": None if throughput is None else throughput.as_dict(),
-        "best_checkpoint": best or None,
+        "best_checkpoint": portable(best) if best else None,
         "last_checkpoint": last or None,
         "metrics": {name: float(value) for name, value in run.metrics.view("callback").items()},
     }

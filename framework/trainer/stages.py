@@ -27,7 +27,7 @@ from ..report import add_to_report, finish_report, how_to_resume
 from ..resume import go_back
 from ..resume.checkpoint_search import Origin, shared_directories
 from ..state import encode_known
-from ..storage.mirror import FAILED_SECONDS, PREEMPTED_SECONDS, NoMirror
+from ..storage.mirror import FAILED_SECONDS, PREEMPTED_SECONDS, NoMirror, release_lease
 from ..system.console import terminal_columns
 from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.failure_records import brief_traceback, exit_code_of
@@ -333,6 +333,7 @@ def _release(session: Session, request: StageRequest) -> None:
     try:
         mirror.close()
     finally:
+        release_lease(session.directory.path)
         session.directory.release()
         session.forget_run()
 

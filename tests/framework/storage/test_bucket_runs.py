@@ -247,7 +247,7 @@ def test_a_deleted_cache_deletes_nothing(machine: Machine, url: str) -> None:
     ("given", "message"),
     [
         ("s4://runs/one", "the unknown protocol 's4'"),
-        ("s3://key:secret@runs/one", "has a user or a password in it"),
+        ("s3://key:secret@runs/one", "has a password in it"),
         ("memory://runs/../one", "has '..' in it"),
         ("gs://runs/one", "needs a package that is not installed"),
     ],
