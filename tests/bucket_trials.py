@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import shutil
 import signal
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from buckets import NAME, Bucket, Faults
 from kill_run import RESULT, STARTED
 from kill_trials import SCRIPT, TRAINING_SECONDS, Setting, differences, result_of, whole_run
@@ -60,15 +60,10 @@ class Tally:
 @contextlib.contextmanager
 def cached_in(folder: Path) -> Iterator[None]:
     """Let this process cache buckets in a folder, as another machine would; it is deleted."""
-    before = os.environ.get("PHALANX_CACHE")
-    os.environ["PHALANX_CACHE"] = str(folder)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_CACHE", str(folder))
         yield
-    finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.environ.pop("PHALANX_CACHE")
-        if before is not None:
-            os.environ["PHALANX_CACHE"] = before
 
 
 def verified(url: str, folder: Path) -> int:
@@ -114,7 +109,8 @@ def chain(
     prefix = f"{setting.strategy}-{seed}-{number}"
     url, cache = f"s3://{NAME}/{prefix}", root / "cache"
     arguments = [*setting.arguments, url]
-    os.environ["PHALANX_CACHE"] = str(cache)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PHALANX_CACHE", str(cache))
     launch = Launch(root, SCRIPT, arguments)
     try:
         while tally.trials < kills:
@@ -142,7 +138,7 @@ def chain(
         tally.problems.append(f"{setting}, {url}, after {tally.trials} kills: {error}")
     finally:
         launch.abandon()
-        os.environ.pop("PHALANX_CACHE", None)
+        patch.undo()
     return tally
 
 
