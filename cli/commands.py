@@ -323,7 +323,7 @@ def _rewind(commands: Any) -> None:
 
 def _clean(commands: Any) -> None:
     text = "delete old checkpoints or runs, by rule"
-    details = "The newest and the best checkpoint of each run stay. Runs that are being written are left as they are."
+    details = "The newest and the best checkpoint of each run stay.\nRuns that are being written are left as they are."
     example = "phalanx clean experiments --keep-last 3 --older-than 30d --dry-run"
     parser = add_command(commands, "clean", "clean:clean", text, example, details)
     parser.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to search (default: here)")

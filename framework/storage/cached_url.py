@@ -79,7 +79,7 @@ def _check(protocol: str, rest: str, given: str) -> None:
     if protocol in _LOCAL:
         return
     if find_spec("fsspec") is None:
-        raise ConfigurationError(f"{given!r} needs fsspec, which is not installed: pip install 'phalanx[remote]'.")
+        raise ConfigurationError(f"{given!r} needs fsspec, which is not installed: pip install 'fsspec>=2025.3'.")
     from fsspec.registry import get_filesystem_class, known_implementations, registry
 
     known = {*known_implementations, *registry}
