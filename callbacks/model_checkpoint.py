@@ -26,7 +26,7 @@ from ..framework.metrics.hparams_text import as_yaml
 from ..framework.metrics.logger import Logger
 from ..framework.metrics.monitor import doubtful_mode, given_mode, missing_metric
 from ..framework.report import past_failures
-from ..framework.storage.cached_url import local_place, portable
+from ..framework.storage.cached_url import local_place, portable, url_of
 from ..framework.system.atomic_directories import delete_hidden
 from ..framework.system.atomic_files import absolute
 from .checkpoint_plan import SavePlan, SaveSchedule
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
 
 DEFAULT_NAME = "{epoch}-{step}"
+
+
+# More than can wait for their deletion in a bucket.
+_MOST_REPLACED = 64
 
 
 @lacks(MEMBERS["ModelCheckpoint"])
@@ -468,7 +472,12 @@ class ModelCheckpoint(Callback):
             return
         # A checkpoint that the user resumes from by name stays: it may be the start of several runs.
         spared = {"", *targets, *self._kept.paths, self.last_model_path, trainer.named_checkpoint}
-        self._replaced = sorted(previous - spared)
+        replaced = sorted(previous - spared)
+        if self.dirpath is not None and url_of(self.dirpath) is not None:
+            # They are deleted in the bucket some time after this, and a machine that is lost until then cannot.
+            earlier = [path for path in self._replaced if path not in spared and path not in replaced]
+            replaced = [*earlier, *replaced][-_MOST_REPLACED:]
+        self._replaced = replaced
         self._saved_step = trainer.global_step
         request = SaveRequest(
             Path(targets[0]),

@@ -14,14 +14,16 @@ import pytest
 import torch
 from buckets import NAME, Bucket, Faults
 from messages import refuses
+from ranks import wait_until
 from small_fits import Tiny, loader
 from torch import nn
 
 from phalanx import Fabric, Trainer, checkpoint as library
-from phalanx.callbacks import ModelCheckpoint
+from phalanx.callbacks import LambdaCallback, ModelCheckpoint
 from phalanx.cli.main import main
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError, StorageError
 from phalanx.framework.storage import lease
+from phalanx.framework.storage.cached_folder import CachedFolder
 from phalanx.framework.storage.cached_url import local_place, url_of
 from phalanx.framework.storage.store import open_store
 from phalanx.loggers import CSVLogger
@@ -58,7 +60,9 @@ def bucket() -> Iterator[Bucket]:
         yield served
 
 
-def fitted(root: str | Path, epochs: int, ckpt_path: str | None = None, **saving: Any) -> Trainer:
+def fitted(
+    root: str | Path, epochs: int, ckpt_path: str | None = None, before_step: Any = lambda *_: None, **saving: Any
+) -> Trainer:
     """Train on four batches an epoch, with a checkpoint after every second one."""
     saver = ModelCheckpoint(**{"save_last": True, "every_n_train_steps": 2, **saving})
     torch.manual_seed(3)
@@ -68,7 +72,7 @@ def fitted(root: str | Path, epochs: int, ckpt_path: str | None = None, **saving
         max_epochs=epochs,
         default_root_dir=root,
         logger=CSVLogger(),
-        callbacks=[saver],
+        callbacks=[saver, LambdaCallback(on_train_batch_start=before_step)],
         log_every_n_steps=1,
         verbose=False,
         enable_progress_bar=False,
@@ -163,6 +167,24 @@ def test_what_another_machine_has_changed_is_seen(machine: Machine, url: str) ->
     assert len([row for row in rows[1:] if row]) == len(set(rows[1:]))
     steps = [one.step for one in library.checkpoints(local_place(saved_run(third)) / "checkpoints")]
     assert max(step for step in steps if step is not None) == 12
+
+
+def test_what_a_lost_machine_could_not_delete_is_deleted(
+    machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait_for_upload(trainer: Trainer, *_: object) -> None:
+        """Each one is there before the next one is saved."""
+        path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+        if path:
+            wait_until(lambda: f"checkpoints/{Path(path).name}/manifest.json" in objects(saved_run(trainer)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CachedFolder, "_delete", lambda folder, name: None)
+        run = saved_run(fitted(url, 3, before_step=wait_for_upload, save_last=False))
+    assert len([name for name in objects(run) if name.endswith("manifest.json")]) == 6
+    machine("second")
+    fitted(url, 4, ckpt_path="auto", save_last=False)
+    assert {name.split("/")[1] for name in objects(run) if ".ckpt/" in name} == {"epoch=3-step=16.ckpt"}
 
 
 def test_two_machines_do_not_take_the_same_version(machine: Machine, url: str) -> None:
