@@ -60,12 +60,22 @@ class CachedFolder:
         root: the directory whose URL the store has; ``path`` is it, or is below it.
         is_first: whether this is the first node of a run. On others there are only the tensor files of their own
             ranks, and the manifests, which the first node uploads once all files are there.
+        before_manifest: called before a checkpoint counts in the bucket. What it refers to, such as the rows of its
+            metrics, is uploaded by then.
     """
 
-    def __init__(self, path: Path, store: Store, root: Path, is_first: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        store: Store,
+        root: Path,
+        is_first: bool = True,
+        before_manifest: Callable[[], None] = lambda: None,
+    ) -> None:
         self.path = path
         self._store = store
         self._is_first = is_first
+        self._before_manifest = before_manifest
         self._below = "" if path == root else path.relative_to(root).as_posix() + "/"
         self._entries: dict[str, Entry] = {}
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -97,6 +107,12 @@ class CachedFolder:
         if not self._is_first:
             for name in list(self._entries):
                 self._follow(name)
+
+    def upload_files(self) -> None:
+        """Upload what has changed here, but for checkpoints. Raises as ``upload``."""
+        for name, state in _contents(self.path).items():
+            if not _is_checksum(state):
+                self._upload(name, state)
 
     def create_one(self, name: str) -> bool:
         """Upload a file that has no object yet; return False if it has one, of another machine."""
@@ -157,6 +173,7 @@ class CachedFolder:
             return
         if not self._waited_for_others(name, checksum, manifest, set(files)):
             return
+        self._before_manifest()
         place = f"{self._below}{name}/{MANIFEST}"
         self._store.put(place, manifest)
         self._uploaded(entry, checksum, place)

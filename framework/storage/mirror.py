@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -136,13 +136,21 @@ class Mirror:
             _leases[self._own].check()
             if not self._rounds:
                 delete_unfinished(self._own, self._roots[self._own])
+        for root, folder in self._all_folders():
+            folder.upload(self._ended.is_set)
+            if (keep := self._keep[root]) is not None:
+                folder.evict(keep)
+
+    def _upload_files(self) -> None:
+        for _, folder in self._all_folders():
+            folder.upload_files()
+
+    def _all_folders(self) -> Iterator[tuple[Path, CachedFolder]]:
         for root, store in self._roots.items():
             for path in folders_below(root):
                 if path not in self._folders:
-                    self._folders[path] = CachedFolder(path, store, root, self._is_first)
-                self._folders[path].upload(self._ended.is_set)
-                if (keep := self._keep[root]) is not None:
-                    self._folders[path].evict(keep)
+                    self._folders[path] = CachedFolder(path, store, root, self._is_first, self._upload_files)
+                yield root, self._folders[path]
 
 
 _mirrors: dict[Path, Mirror] = {}

@@ -89,6 +89,26 @@ def test_a_checkpoint_is_deleted_after_a_newer_one_is_there(tmp_path: Path, stor
     assert whole(store) == {"2.ckpt": f"{2:016x}"}
 
 
+def test_metrics_are_there_before_the_checkpoint_that_continues_them(tmp_path: Path, store: Watched) -> None:
+    here = tmp_path / "here"
+    (here / "checkpoints").mkdir(parents=True)
+    metrics = CachedFolder(here, store, here)
+    folder = CachedFolder(here / "checkpoints", store, here, before_manifest=metrics.upload_files)
+    (here / "metrics.csv").write_text("1\n")
+    metrics.upload()
+    # Training goes on while the bucket is asked, and saves.
+    (here / "metrics.csv").write_text("1\n2\n")
+    save(here / "checkpoints", "2.ckpt", 2)
+
+    def look(name: str) -> None:
+        if name.endswith(MANIFEST):
+            assert store.read("metrics.csv") == b"1\n2\n"
+
+    store.before = look
+    folder.upload()
+    assert list(whole(store)) == ["checkpoints/2.ckpt"]
+
+
 def test_what_is_missing_is_not_deleted(tmp_path: Path, store: Watched) -> None:
     here = tmp_path / "here"
     folder = CachedFolder(here, store, here)
