@@ -18,7 +18,7 @@ from ..launch import open_memory
 from ..launch.restart_policy import FitRecord, earlier_fit, largest_micro_batch, record_fit
 from ..report import rewinds_of
 from ..storage.cached_url import local_place, portable
-from ..storage.mirror import created, refresh_cached, refreshed, take_lease
+from ..storage.mirror import clean_passed_over, created, refresh_cached, refreshed, take_lease
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import IDENTITY, RunDirectory
 from .checkpoint_search import Found, Origin, Search, is_interrupted
@@ -232,6 +232,8 @@ def _clean_passed_over(directory: RunDirectory, found: Origin, search: Search) -
         if version == directory.version or (found.checkpoint is not None and version < found.version):
             continue
         other = search.directory(version)
+        with contextlib.suppress(StorageError):
+            clean_passed_over(other.path)
         folders = other.path, other.checkpoints
         if any(any(folder.glob(".*.*")) for folder in folders):
             # Another process may be writing to it.

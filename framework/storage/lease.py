@@ -49,17 +49,20 @@ class Lease:
         self._is_lost = False
         self._thread = threading.Thread(target=self._renew, daemon=True, name="phalanx-lease")
 
-    def acquire(self, note: Callable[[str], None]) -> None:
+    def acquire(self, note: Callable[[str], None], waits: bool = True) -> None:
         """Take the lease, and renew it on a thread until ``release``; wait for that of a machine that is gone.
 
         Args:
             note: called with a sentence before it waits.
+            waits: whether it waits.
 
         Raises:
             StorageError: another machine writes the objects, or the service does not answer.
         """
         found = self._read()
         if found is not None and self._counts(found):
+            if not waits:
+                raise self._refusal(found)
             note(
                 f"{self._store.url} was written by {_holder(found)}: this waits up to {_COUNTS_SECONDS:.0f} s to see "
                 "whether that still runs."

@@ -191,6 +191,21 @@ def release_lease(folder: Path) -> None:
         lease.release()
 
 
+def clean_passed_over(folder: Path) -> None:
+    """Delete what killed uploads have left of a run that nobody continues, unless another machine writes it.
+
+    Raises:
+        StorageError: another machine writes it, or the service does not answer.
+    """
+    if (url := url_of(folder)) is not None:
+        lease = Lease(store := open_store(url))
+        lease.acquire(lambda _: None, waits=False)
+        try:
+            delete_unfinished(folder, store)
+        finally:
+            lease.release()
+
+
 @contextmanager
 def writing(folder: Path, note: Callable[[str], None]) -> Generator[None]:
     """Context in which this process alone writes the directory of a run; what it changes is uploaded at the end.

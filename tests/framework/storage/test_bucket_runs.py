@@ -187,6 +187,15 @@ def test_what_a_lost_machine_could_not_delete_is_deleted(
     assert {name.split("/")[1] for name in objects(run) if ".ckpt/" in name} == {"epoch=3-step=16.ckpt"}
 
 
+def test_what_a_run_without_a_checkpoint_has_left_is_deleted(machine: Machine, url: str) -> None:
+    store = open_store(f"{url}/phalanx_logs/version_0")
+    store.put("run.id", b"0123456789abcdef")
+    store.put(f"checkpoints/last.ckpt/{1:016x}/model-00000.safetensors", b"half")
+    run = saved_run(fitted(url, 1, ckpt_path="auto"))
+    assert run == f"{url}/phalanx_logs/version_1"
+    assert list(store.list()) == ["run.id"]
+
+
 def test_two_machines_do_not_take_the_same_version(machine: Machine, url: str) -> None:
     runs = []
     for name in ("first", "second"):
