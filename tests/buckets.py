@@ -30,7 +30,7 @@ _SLOW_DOWN = (
 
 @dataclass
 class Faults:
-    """What goes wrong with requests.
+    """Faults that are injected into requests.
 
     Args:
         failing: the share of requests that are answered with 503.

@@ -88,7 +88,7 @@ _VENDORS = {"amazon ec2": "aws", "google": "gcp", "microsoft corporation": "azur
 
 
 def check_service(name: str, value: object) -> str | bool:
-    """Return the value of an argument that names the service whose notices are heeded.
+    """Check the argument that selects the metadata service to poll, and return it.
 
     Raises:
         ConfigurationError: it is neither "auto", nor False, nor a known service.

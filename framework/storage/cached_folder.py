@@ -60,8 +60,8 @@ class CachedFolder:
         root: the directory whose URL the store has; ``path`` is it, or is below it.
         is_first: whether this is the first node of a run. On others there are only the tensor files of their own
             ranks, and the manifests, which the first node uploads once all files are there.
-        before_manifest: called before a checkpoint counts in the bucket. What it refers to, such as the rows of its
-            metrics, is uploaded by then.
+        before_manifest: called before the manifest of a checkpoint is uploaded. It uploads what the checkpoint
+            refers to, such as the metrics up to its step.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class CachedFolder:
         until = time.monotonic() + _OTHERS_SECONDS
         for file in sorted(set(sizes) - own):
             while (known := self._store.version(below + file)) is None or known[1] != sizes[file]:
-                if _checkpoint_state(place) != checksum:
+                if checkpoint_state(place) != checksum:
                     return False
                 if time.monotonic() > until:
                     raise StorageError(f"{below}{file} has not been uploaded by its node.")
@@ -308,7 +308,7 @@ class CachedFolder:
             return _state(target)
         manifest = self._store.read(place)
         checksum = checksum_of(manifest)
-        if not checksum or _checkpoint_state(target) == checksum:
+        if not checksum or checkpoint_state(target) == checksum:
             return checksum
         hidden = HiddenDirectory(target)
         try:
@@ -412,7 +412,7 @@ def delete_unfinished(root: Path, store: Store) -> None:
     for name in store.list():
         if _is_tensor_file(name):
             checkpoint, checksum, _ = name.rsplit("/", 2)
-            if _checkpoint_state(root / checkpoint) != checksum:
+            if checkpoint_state(root / checkpoint) != checksum:
                 others.setdefault(checkpoint, []).append((checksum, name))
     for checkpoint, found in others.items():
         # The checkpoint here may be newer than that in the bucket.
@@ -448,7 +448,7 @@ def _contents(folder: Path) -> dict[str, str]:
             with contextlib.suppress(FileNotFoundError):
                 if entry.is_file(follow_symlinks=False):
                     found[entry.name] = _state(folder / entry.name)
-                elif entry.is_dir(follow_symlinks=False) and (checksum := _checkpoint_state(folder / entry.name)):
+                elif entry.is_dir(follow_symlinks=False) and (checksum := checkpoint_state(folder / entry.name)):
                     found[entry.name] = checksum
     return found
 
@@ -458,7 +458,7 @@ def _state(path: Path) -> str:
     return f"{status.st_mtime_ns}-{status.st_size}"
 
 
-def _checkpoint_state(path: Path) -> str:
+def checkpoint_state(path: Path) -> str:
     """Return the checksum of a checkpoint's manifest; empty for anything else."""
     try:
         with _opened(path, os.O_DIRECTORY) as folder:

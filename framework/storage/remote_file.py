@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..core.errors import CheckpointError, StorageError
 from ..system.atomic_files import hidden_sibling
-from .cached_folder import MANIFEST, checksum_of
+from .cached_folder import checkpoint_state
 from .cached_url import url_of
 from .store import Store, open_store
 
@@ -86,9 +86,8 @@ def download_file(path: Path) -> None:
         known = store.version(name)
         if known is None or shutil.disk_usage(path.parent).free < known[1] + _SPARE_BYTES:
             return
-        temporary = hidden_sibling(path.parent / path.name, "tmp")
         # Beside the checkpoint: in it, a reader would find a file that no checkpoint has.
-        temporary = path.parent.with_name(temporary.name)
+        temporary = hidden_sibling(path.parent.with_name(path.name), "tmp")
         try:
             store.download(name, temporary)
             if temporary.stat().st_size == known[1]:
@@ -101,9 +100,5 @@ def _object_of(path: Path) -> tuple[Store, str] | None:
     """Return the store of the directory of a checkpoint, and the name of one of its files."""
     if (url := url_of(path.parent)) is None:
         return None
-    try:
-        with (path.parent / MANIFEST).open("rb") as file:
-            checksum = checksum_of(file.read(64))
-    except OSError:
-        return None
+    checksum = checkpoint_state(path.parent)
     return (open_store(url), f"{checksum}/{path.name}") if checksum else None

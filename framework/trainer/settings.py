@@ -214,8 +214,8 @@ class TrainerSettings:
     )
     preemption_notices: str | bool = _setting(
         AUTO,
-        'heed the notice that a spot machine of ``"aws"``, ``"gcp"`` or ``"azure"`` is taken back: save and end with '
-        'exit code 75. ``"auto"``: on machines of these services. False: do not ask.',
+        'poll for the notice that a spot machine of ``"aws"``, ``"gcp"`` or ``"azure"`` is reclaimed; then save and '
+        'end with exit code 75. ``"auto"``: on machines of these services. False: do not poll.',
         check_service,
     )
     requeue: bool = _setting(

@@ -1,4 +1,4 @@
-"""Fits whose directory is in a bucket: what another machine finds there, and goes on from."""
+"""Fits that write to a bucket, and are read and resumed on another machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is uploaded, downloaded and deleted when two machines, kills and training itself come in between."""
+"""Uploads, downloads and deletions with two machines, kills and concurrent training."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_metrics_are_there_before_the_checkpoint_that_continues_them(tmp_path: P
     folder = CachedFolder(here / "checkpoints", store, here, before_manifest=metrics.upload_files)
     (here / "metrics.csv").write_text("1\n")
     metrics.upload()
-    # Training goes on while the bucket is asked, and saves.
+    # Training saves while an upload is in progress.
     (here / "metrics.csv").write_text("1\n2\n")
     save(here / "checkpoints", "2.ckpt", 2)
 
