@@ -27,12 +27,12 @@ from ..core.errors import StorageError
 from ..system.atomic_directories import HiddenDirectory, replace_directory
 from ..system.atomic_files import hidden_sibling, new_file, write_synced
 from ..system.file_lock import is_held
+from ..system.run_directory import LOCK
 from .store import Store
 
 MANIFEST = "manifest.json"
 RECORD = ".remote.json"
 DELETIONS = ".remote.deleted"
-LOCK = ".lock"
 _START = re.compile(rb'\{"checksum":"([0-9a-f]{16})"')
 # For files that other nodes upload at the same time.
 _OTHERS_SECONDS, _POLL_SECONDS = 120.0, 0.2

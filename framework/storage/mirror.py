@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ..core.errors import StorageError
 from ..system.file_lock import lock, unlock
+from ..system.run_directory import LOCK
 from .cached_folder import (
-    LOCK,
     MANIFEST,
     CachedFolder,
     delete_unfinished,

@@ -14,7 +14,8 @@ from .atomic_files import write_text
 from .file_lock import lock, unlock
 
 _VERSION = re.compile(r"version_(\d+)$")
-_LOCK = ".lock"
+LOCK = ".lock"
+"""The file that the process holds locked that writes a run."""
 IDENTITY = "run.id"
 """The file with a random id of the run."""
 CONFIG = "config.json"
@@ -64,7 +65,7 @@ class RunDirectory:
             while fresh and self.path.exists():
                 self.version += 1
             self.path.mkdir(exist_ok=not fresh)
-            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise StorageError(
                 f"{self.path} cannot be written ({error.strerror}): give another default_root_dir, or free this one."
