@@ -20,7 +20,7 @@ from phalanx.framework.core.errors import ConfigurationError
 
 # With 0 ranks it runs on those of a launcher, which is what is killed: the node of the rank is lost.
 LOOP = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,6 +52,7 @@ for epoch in range(place["epoch"], 2):
         fabric.snapshot({"epoch": epoch, "batches": batches}, every="auto" if every == "auto" else int(every))
         if f"{attempt}:{fabric.global_rank}:{batches}" in kills:
             os.kill(os.getpid() if ranks else os.getsid(0), signal.SIGKILL)
+            time.sleep(60)  # A rank dies shortly after its launcher, and must not get further.
 weights = fabric.full_state_dict(model)
 if fabric.is_global_zero:
     ends = torch.cat([each.flatten() for each in weights.values()]).tolist()
