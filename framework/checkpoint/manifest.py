@@ -32,8 +32,12 @@ JSON: TypeAlias = Any
 
 MANIFEST = "manifest.json"
 FORMAT = "phalanx-checkpoint"
-VERSION = 2
-"""The newest format version. Version 1 has no tensors that are left out."""
+VERSION = 3
+"""The newest format version. Version 2 has the documents of the ranks in the manifest, version 1 has in addition no
+tensors that are left out."""
+RANKS = "ranks"
+"""The section of the documents of the ranks, as bytes. In the manifest they would be most of what is read to list
+checkpoints, and a thousand ranks would make it 20 MB."""
 MODEL = "model"
 STATE = "state"
 AVERAGES = "averages"
@@ -82,6 +86,7 @@ class Manifest:
     files: dict[str, FileRecord]
     document: JSON = None
     rank_documents: list[JSON] = field(default_factory=list)
+    """One for each rank, unless they are in the section ``RANKS``."""
     nonfinite: str | None = None
     sharded: bool = False
     world_size: int = 1
@@ -93,7 +98,9 @@ class Manifest:
     @property
     def version(self) -> int:
         """The format version: the oldest one that has everything that this checkpoint contains."""
-        return VERSION if self.left_out else 1
+        if RANKS in self.sections:
+            return VERSION
+        return 2 if self.left_out else 1
 
     @property
     def left_out(self) -> dict[str, TensorRecord]:
@@ -130,7 +137,7 @@ def dump(manifest: Manifest) -> bytes:
         "document": manifest.document,
         "rank_documents": manifest.rank_documents,
     }
-    lines = [f"{_text(name)}:{_text(value)}" for name, value in fields.items()]
+    lines = [f"{text_of(name)}:{text_of(value)}" for name, value in fields.items()]
     lines.append(_block("files", ((name, vars(record)) for name, record in manifest.files.items())))
     sections = (_block(name, map(_tensor_fields, tensors.items())) for name, tensors in manifest.sections.items())
     lines.append('"sections":{\n' + ",\n".join(sections) + "\n}")
@@ -140,12 +147,17 @@ def dump(manifest: Manifest) -> bytes:
     return b'{"checksum":"' + xxh3_64_hexdigest(b"{" + rest).encode("ascii") + b'",' + rest
 
 
-def _text(value: Any) -> str:
+def text_of(value: JSON) -> str:
+    """Return strict JSON in ASCII.
+
+    Raises:
+        ValueError, TypeError: the value is none.
+    """
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def _block(name: str, items: Iterable[tuple[str, Any]]) -> str:
-    return f"{_text(name)}:{{\n" + ",\n".join(f"{_text(key)}:{_text(value)}" for key, value in items) + "\n}"
+    return f"{text_of(name)}:{{\n" + ",\n".join(f"{text_of(key)}:{text_of(value)}" for key, value in items) + "\n}"
 
 
 def _tensor_fields(item: tuple[str, TensorRecord | str]) -> tuple[str, Any]:
@@ -172,7 +184,7 @@ def parse(data: bytes) -> Manifest:
     if xxh3_64_hexdigest(b"{" + data[start.end() :]).encode("ascii") != start[1]:
         raise CheckpointError("the manifest does not match its checksum; the checkpoint is damaged.")
     try:
-        fields = json.loads(data, object_pairs_hook=distinct, parse_constant=_no_constant, parse_float=_finite)
+        fields = parse_json(data)
         _check_version(fields)
         return _manifest(fields, start[1].decode("ascii"))
     except CheckpointError:
@@ -180,6 +192,15 @@ def parse(data: bytes) -> Manifest:
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the manifest is not one that phalanx writes ({reason}).") from error
+
+
+def parse_json(data: bytes) -> JSON:
+    """Return the value of strict JSON: without duplicate keys, NaN and numbers beyond a float.
+
+    Raises:
+        CheckpointError, RecursionError, ValueError: it is none.
+    """
+    return json.loads(data, object_pairs_hook=distinct, parse_constant=_no_constant, parse_float=_finite)
 
 
 def check_start(data: bytes) -> re.Match[bytes]:

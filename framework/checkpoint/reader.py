@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from . import codec
 from .manifest import (
     JSON,
     MODEL,
+    RANKS,
     STATE,
     Box,
     Manifest,
@@ -30,6 +32,7 @@ from .manifest import (
     TensorRecord,
     is_flat,
     left_out_message,
+    parse_json,
     read_manifest,
 )
 from .safetensors_header import CHUNK_BYTES, PlainFile, open_tensor_file
@@ -62,7 +65,6 @@ class Checkpoint:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self.document: JSON = manifest.document
-        self.rank_documents: list[JSON] = manifest.rank_documents
         self._files: OrderedDict[str, PlainFile | RemoteFile] = OrderedDict()
         self._seen: set[str] = set()
         self._verified: set[tuple[str, int]] = set()
@@ -70,10 +72,22 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, sections={self.sections})"
 
+    @cached_property
+    def rank_documents(self) -> list[JSON]:
+        """The state of each rank that is no tensor, by rank."""
+        if RANKS not in self.manifest.sections:
+            return self.manifest.rank_documents
+        try:
+            return [parse_json(bytes(bytes_of(self.read(RANKS, name)))) for name in sorted(self.names(RANKS), key=int)]
+        except (RecursionError, ValueError) as error:
+            raise CheckpointError(
+                f"{str(self.path)!r}: the documents of its ranks are not ones that phalanx writes ({error})."
+            ) from error
+
     @property
     def sections(self) -> list[str]:
         """The names of the sections."""
-        return list(self.manifest.sections)
+        return [name for name in self.manifest.sections if name != RANKS]
 
     @property
     def finite(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError
-from .manifest import JSON, SECTION_NAME, Box, TensorRecord, coverage_problem, is_flat
+from .manifest import JSON, RANKS, SECTION_NAME, Box, TensorRecord, coverage_problem, is_flat
 from .safetensors_header import RESERVED_NAME
 from .safetensors_io import code_of, size_of
 
@@ -82,6 +82,8 @@ def plan_of(contents: CheckpointContents) -> Plan:
     for section, shards in contents.sections.items():
         if SECTION_NAME.fullmatch(section) is None:
             raise ConfigurationError(f"section {section!r} must consist of lower-case letters, digits and underscores.")
+        if section == RANKS:
+            raise ConfigurationError(f"section {section!r} is the one of rank_document=; choose another name.")
         pieces = plan.setdefault(section, {})
         seen: dict[tuple[Any, ...], str] = {}
         for name, shard in shards.items():

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ..core.arguments import names_arguments
@@ -44,7 +45,7 @@ from ..system.provenance import own_version
 from .deletion import BackgroundDeletion
 from .finite_check import is_finite
 from .host_memory import HostPieces
-from .manifest import JSON, MANIFEST, MODEL, Box, Manifest, Part, TensorRecord, dump, is_ours, parse
+from .manifest import JSON, MANIFEST, MODEL, RANKS, Box, Manifest, Part, TensorRecord, dump, is_ours, parse, text_of
 from .node_folders import NodeFolders
 from .retention import link_files
 from .safetensors_header import FileRecord, Segment
@@ -303,9 +304,9 @@ class Save:
             refusal = error_of([outcome for outcome, _, _ in gathered], self._what, self._world.size)
             if refusal is None:
                 written = [each for _, each, _ in gathered]
-                sizes = [{name: record.size for name, record in each.files.items()} for each in written]
                 try:
                     manifest = self._manifest_bytes(written, [document for _, _, document in gathered])
+                    sizes = [{name: record.size for name, record in each.files.items()} for each in written]
                     if nodes is None:
                         self._publish(manifest, sizes)
                 except Exception as error:
@@ -382,6 +383,9 @@ class Save:
                 records[name] = writers if isinstance(writers, str) else self._record(section, name, writers, written)
         if self._contents.left_out:
             sections.setdefault(MODEL, {}).update(self._contents.left_out)
+        if any(document is not None for document in rank_documents):
+            sections[RANKS] = self._write_rank_documents(rank_documents, written[0])
+            rank_documents = []
         return Manifest(
             sections=sections,
             files={name: record for part in written for name, record in part.files.items()},
@@ -393,6 +397,21 @@ class Save:
             saved_at=time.time(),
             phalanx=own_version(),
         )
+
+    def _write_rank_documents(self, documents: list[JSON], written: _WrittenPart) -> dict[str, TensorRecord | str]:
+        """Write and sync a file of the documents of all ranks, as one that rank 0 has written."""
+        assert self._temporary is not None
+        path = self._temporary / _file_name(RANKS, 0)
+        tensors = {
+            str(rank): torch.frombuffer(bytearray(text_of(document), "ascii"), dtype=torch.uint8)
+            for rank, document in enumerate(documents)
+        }
+        specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        written.files[path.name], segments = write_tensor_file(path, specs, tensors.__getitem__)
+        parts = {
+            name: Part(path.name, segments[name].start, (0,), shape, segments[name].xxh3_64) for name, _, shape in specs
+        }
+        return {name: TensorRecord(code_of(dtype, name), shape, (parts[name],)) for name, dtype, shape in specs}
 
     def _record(
         self, section: str, name: str, writers: list[tuple[int, Box]], written: list[_WrittenPart]
