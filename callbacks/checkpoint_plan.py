@@ -36,6 +36,12 @@ def best_interval(save_seconds: float, failure_seconds: float) -> float:
     return max(min(found, _MOST_SECONDS), _LEAST_SECONDS, _LEAST_SAVES * save_seconds)
 
 
+def _assumed(ranks: int) -> tuple[float, str]:
+    """Return the mean seconds between two failures of a run that has not failed, and a text that says so."""
+    seconds = _HOURS_PER_FAILURE * 3600.0 / ranks
+    return seconds, f"one failure in {span_text(seconds, 1)} is assumed for {counted(ranks, 'rank')}"
+
+
 class SaveSchedule:
     """A schedule with one rule; every epoch if no rule is given.
 
@@ -91,8 +97,7 @@ class SaveSchedule:
             expected = max(seconds, 1.0) / failures
             why = f"this run has failed {counted(failures, 'time')} in {span_text(seconds)}"
         else:
-            expected = _HOURS_PER_FAILURE * 3600.0 / ranks
-            why = f"one failure in {span_text(expected, 1)} is assumed for {counted(ranks, 'rank')}"
+            expected, why = _assumed(ranks)
         seconds_before = self._said
         self.interval = timedelta(seconds=best_interval(save_seconds, expected))
         # A save takes a little longer or shorter each time.
@@ -101,6 +106,17 @@ class SaveSchedule:
             self._said = self.interval.total_seconds()
         every = span_text(self.interval.total_seconds())
         return f"Checkpoints are saved every {every}: a save takes {span_text(save_seconds)}, and {why}."
+
+    def prospect(self, ranks: int) -> str | None:
+        """Return a sentence on the saves of ``"auto"`` before any was measured; None for other intervals."""
+        if not self.is_auto:
+            return None
+        expected, why = _assumed(ranks)
+        fast, slow = (span_text(best_interval(seconds, expected)) for seconds in (1.0, 30.0))
+        return (
+            f"the first after {span_text(_FIRST_SECONDS)}. Then {why}: every {fast} if a save takes 1 s, every {slow} "
+            "if it takes 30 s."
+        )
 
     @property
     def within_epochs(self) -> bool:

@@ -493,6 +493,10 @@ class ModelCheckpoint(Callback):
         if self._schedule.is_auto and trainer.is_global_zero:
             self._adapt(trainer, time.monotonic() - began)
 
+    def planned_saves(self, ranks: int) -> str | None:
+        """Return a sentence on the saves of ``every="auto"`` in a run of so many ranks; None for other intervals."""
+        return self._schedule.prospect(ranks)
+
     def _adapt(self, trainer: TrainerView, save_seconds: float) -> None:
         """Choose the time until the next save, and say so if it is another one."""
         sentence = self._schedule.adapt(save_seconds, *self._failures, trainer.world_size)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..framework.core.accumulation import resolve_accumulation
 from ..framework.core.degrees import resolve_degrees
 from ..framework.core.errors import ConfigurationError
@@ -45,6 +46,8 @@ class _Answer:
     transfers: tuple[Transfer, ...] | tuple[Traffic, ...]
     instead: Alternatives | None
     """None if the run fits."""
+    saves: list[str]
+    """Sentences on the checkpoints whose interval the run chooses."""
 
 
 def show_plan(given: argparse.Namespace) -> int:
@@ -121,7 +124,13 @@ def _answer(target: str, fit: PlannedFit, plan: MemoryPlan, row: PlanRow) -> _An
         None if global_batch is None else global_batch.samples,
         communication(LAYOUTS[row.name], plan.size, plan.ranks, precision, window) if is_by_formula else row.traffic,
         alternatives(plan, row.name, precision) if is_by_formula and not row.fits else None,
+        _saves(fit, plan.world_size),
     )
+
+
+def _saves(fit: PlannedFit, ranks: int) -> list[str]:
+    found = [each.planned_saves(ranks) for each in fit.trainer.callbacks if isinstance(each, ModelCheckpoint)]
+    return [sentence for sentence in found if sentence is not None]
 
 
 def _window(fit: PlannedFit, plan: MemoryPlan, global_batch: GlobalBatch | None) -> int:
@@ -211,6 +220,7 @@ def _document(answer: _Answer) -> dict[str, Any]:
             {"name": each.name, "fits": each.fits, "refusal": each.refusal, "needs": each.needs} for each in plan
         ],
         "instead": answer.instead,
+        "saves": answer.saves,
         "notes": plan.notes,
     }
 
@@ -235,6 +245,8 @@ def _show(answer: _Answer) -> None:
         say(f"step       {each.operation} {what}, {often}: a rank sends {size_text(each.sent)}")
     if not answer.transfers:
         say("step       no communication but a few bytes")
+    for sentence in answer.saves:
+        say_wrapped(f"saves      {sentence}", "")
     for note in plan.notes:
         say_wrapped(f"note: {note}", "")
     _show_verdict(plan, row, answer.instead)

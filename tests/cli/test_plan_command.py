@@ -106,6 +106,16 @@ def test_a_script_is_planned_for_other_machines_and_trains_nothing(script: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
+def test_the_interval_that_the_run_will_choose_for_its_saves_is_foretold(script: Path, tmp_path: Path) -> None:
+    chosen = "callbacks=__import__('phalanx').callbacks.ModelCheckpoint(every='auto')"
+    script.write_text(SCRIPT.replace("enable_checkpointing=False", chosen))
+    machines = ["--ranks", 1024, "--device-memory", "80GB"]
+    plan, _ = planned(script, tmp_path, "fsdp", 2, 64, "keeps", options=machines)
+    # The square root of twice the seconds of a save times 50,000 h / 1024.
+    assert "one failure in 2 d is assumed for 1024 ranks" in plan["saves"][0]
+    assert "every 9 min 53 s if a save takes 1 s, every 54 min 8 s if it takes 30 s" in plan["saves"][0]
+
+
 def test_degrees_of_parallelism_are_planned(script: Path, tmp_path: Path) -> None:
     plan, _ = planned(script, tmp_path, "fsdp", 8, 64, "keeps", options=["--parallel", "tp=2,dp_replicate=2"])
     assert (plan["ranks"], plan["batch"]["ranks"], plan["parallel"]) == (8, 4, {"dp_replicate": 2, "tp": 2})
