@@ -7,12 +7,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ..core.errors import ConfigurationError, StorageError
 from ..system.atomic_files import new_file
-
-T = TypeVar("T")
 
 _FIRST_WAIT = 0.25
 _LONGEST_WAIT = 10.0
@@ -161,38 +159,23 @@ class RemoteStore:
             raise StorageError(f"{url} cannot be reached ({reason}).") from None
 
     def list(self, below: str = "") -> dict[str, str]:
-        def found() -> dict[str, Any]:
-            self._files.invalidate_cache()
-            listed: dict[str, Any] = self._files.find(self._path(below), detail=True)
-            return listed
-
         try:
-            listed = self._retried("listing", below, found)
+            listed = self._retried("listing", below, lambda: self._files.find(self._path(below), detail=True))
         except FileNotFoundError:
             return {}
         root = len(self._root) + 1
         return {path[root:]: _version(info) for path, info in listed.items() if len(path) > root}
 
     def folders(self) -> Sequence[str]:
-        def found() -> list[dict[str, Any]]:
-            self._files.invalidate_cache()
-            listed: list[dict[str, Any]] = self._files.ls(self._root, detail=True)
-            return listed
-
         try:
-            listed = self._retried("listing", "", found)
+            listed = self._retried("listing", "", lambda: self._files.ls(self._root, detail=True))
         except FileNotFoundError:
             return []
         return sorted(each["name"].rstrip("/").rpartition("/")[2] for each in listed if each["type"] == "directory")
 
     def version(self, name: str) -> tuple[str, int] | None:
-        def found() -> dict[str, Any]:
-            self._files.invalidate_cache()
-            info: dict[str, Any] = self._files.info(self._path(name))
-            return info
-
         try:
-            info = self._retried("asking for", name, found)
+            info = self._retried("asking for", name, lambda: self._files.info(self._path(name)))
         except FileNotFoundError:
             return None
         return None if info.get("type") == "directory" else (_version(info), int(info["size"]))
@@ -251,10 +234,12 @@ class RemoteStore:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _retried(self, action: str, name: str, request: Callable[[], T]) -> T:
+    def _retried(self, action: str, name: str, request: Callable[[], Any]) -> Any:
         """Return the result of a request; one that fails is tried again for as long as the store has patience."""
         began, wait = time.monotonic(), _FIRST_WAIT
         while True:
+            # Other processes change what was listed.
+            self._files.invalidate_cache()
             try:
                 return request()
             except FileNotFoundError:

@@ -18,6 +18,7 @@ from ranks import wait_until
 from small_fits import Tiny, loader
 from torch import nn
 
+import phalanx
 from phalanx import Fabric, Trainer, checkpoint as library
 from phalanx.callbacks import LambdaCallback, ModelCheckpoint
 from phalanx.cli.main import main
@@ -29,6 +30,7 @@ from phalanx.framework.storage.store import open_store
 from phalanx.loggers import CSVLogger
 
 Machine = Callable[[str], Path]
+PAGE = Path(phalanx.__file__).parent / "docs" / "object-storage.md"
 
 
 @pytest.fixture
@@ -334,3 +336,12 @@ def test_commands_read_runs_in_a_bucket(machine: Machine, url: str, capsys: pyte
     again = fitted(url, 2, ckpt_path="auto")
     assert again.global_step == 8
     assert "went back to" in shown("why", run)
+
+
+def test_every_command_of_the_page_runs(bucket: Bucket, machine: Machine) -> None:
+    bucket.client.create_bucket(Bucket="bucket")
+    fitted("s3://bucket/runs", 1)
+    machine("second")
+    commands = [line.split()[1:] for line in PAGE.read_text().splitlines() if line.startswith("    phalanx ")]
+    assert len(commands) > 4
+    assert [main(each) for each in commands] == [0] * len(commands)
