@@ -20,6 +20,7 @@ from .ranks import ranks, strategies
 from .snapshots import snapshots
 from .start import start
 from .step import bare, everyday, task, values
+from .storage import storage
 from .tables import ROOT, Table, write
 
 MEASUREMENTS: dict[str, Callable[[int, bool], Iterator[Table]]] = {
@@ -32,6 +33,7 @@ MEASUREMENTS: dict[str, Callable[[int, bool], Iterator[Table]]] = {
     "strategies": strategies,
     "checkpoints": checkpoints,
     "snapshots": snapshots,
+    "storage": storage,
     "memory": memory,
     "growth": growth,
 }
