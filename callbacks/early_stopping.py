@@ -43,7 +43,7 @@ class EarlyStopping(Callback):
         min_delta: Improvements by this value or less do not count. At least 0, in both modes.
         patience: Number of consecutive checks without improvement after which training stops. On resume, this value
             takes precedence over that of the checkpoint, so that a stopped run can continue with more patience.
-        verbose: Report each improvement.
+        verbose: Report each improvement, and each check that is skipped because the metric was not logged.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better; default ``"min"``.
         strict: Raise an error if the metric was not logged; otherwise skip the check.
         check_finite: Stop when the metric is NaN or infinite.
@@ -54,7 +54,7 @@ class EarlyStopping(Callback):
         log_rank_zero_only: Accepted for compatibility with Lightning; messages are always printed by rank 0 only.
 
     Raises:
-        ConfigurationError: ``monitor`` is not a name, ``mode`` is unknown, or a number is negative.
+        ConfigurationError: ``monitor`` is not a name, ``mode`` is unknown, or ``min_delta`` or ``patience`` is negative.
         MetricError: During the fit: the metric was not logged, and ``strict`` is True.
     """
 

@@ -46,7 +46,7 @@ class GradientNormMonitor(Callback):
         ]
 
     def on_before_optimizer_step(self, trainer: TrainerView, module: TrainModule, optimizer: Optimizer) -> None:
-        # Steps are logged by the value of global_step after the update.
+        # Whether a step is due follows from the value that global_step has after its update.
         if (trainer.global_step + 1) % self._every:
             return
         for own, name in self._named:

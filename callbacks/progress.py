@@ -383,7 +383,10 @@ def _as_text(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _learning_rate(trainer: TrainerView) -> list[str]:
-    """Return the learning rate of the first optimizer's newest update, unless reading it would wait for a device."""
+    """Return the learning rate of the first optimizer's newest update, or before the first one that of the next.
+
+    It is left out where reading it would wait for a device.
+    """
     optimizers: Sequence[Any] = trainer.optimizers
     used = trainer.run.used_rates if trainer.run is not None else ()
     rate = used[0] if used else optimizers[0].param_groups[0].get("lr") if optimizers else None

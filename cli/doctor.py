@@ -23,9 +23,9 @@ def examine(given: argparse.Namespace) -> int:
     if not directory.is_dir():
         raise ConfigurationError(f"{given.directory!r} is not a directory: give the one that runs will be in.")
     if given.ranks < 1:
-        given.parser.error(f"--ranks {given.ranks}: give a number of ranks")
+        given.parser.error(f"--ranks {given.ranks}: give at least 1")
     if not 0 <= given.port < 1 << 16:
-        given.parser.error(f"--port {given.port}: give a number from 1 to 65535")
+        given.parser.error(f"--port {given.port}: give a number up to 65535, or 0 for any free port")
     hosts = parse_hosts(given.hosts)
     checks = chain(
         check_software(),
@@ -52,7 +52,7 @@ def examine(given: argparse.Namespace) -> int:
                 say_wrapped(check.advice, " " * 28)
         sys.stdout.flush()
     failed = [check for check in found if not check.good]
-    # The facts for a report of a defect, without secrets.
+    # For --paste: the environment for a bug report, without secrets.
     facts = provenance() if given.paste else None
     if given.json:
         say_json({"schema": 1, "good": not failed, "checks": found, "provenance": facts})

@@ -33,12 +33,16 @@ def run_or_write(given: argparse.Namespace) -> int:
         _check_script(given.script)
         nodes = _nodes(given, least, most)
         if nodes is not None:
+            # Before anything else imports it: its C++ code would print a stack for each lost connection.
             import_without_warnings("torch")
         launch_ranks = imported("rank_launch:launch_ranks")
         code: int = launch_ranks(given.script, given.arguments, given.devices, given.max_restarts, nodes)
         return code
     if least < most or given.spares:
-        raise ConfigurationError("--nodes MIN:MAX and --spares have no place in a job, which is repeated as a whole.")
+        raise ConfigurationError(
+            "--nodes MIN:MAX and --spares are for launches without --on: a job has a fixed number of nodes, and is started "
+            "again as a whole. Give --nodes N."
+        )
     job = _job(given, most)
     finish = submit_job if given.submit else write_job
     return finish(job, given.on, given.output, given.json)

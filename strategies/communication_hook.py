@@ -51,7 +51,8 @@ class CommunicationHook:
         if "PostLocalSGDState" in {kind.__name__ for kind in type(state).__mro__}:
             raise ConfigurationError(
                 "DDPStrategy(ddp_comm_state=PostLocalSGDState(...)) lets gradients differ between ranks, and all ranks "
-                "must apply the same update: use phalanx.compat.accelerate.local_sgd.LocalSGD in a Fabric."
+                "must apply the same update: use LocalSGD of phalanx.compat.accelerate.local_sgd with an Accelerator of "
+                "phalanx.compat.accelerate."
             )
         if getattr(hook, "__name__", "") == "batched_powerSGD_hook" and not _takes_one_matrix(hook):
             raise ConfigurationError(

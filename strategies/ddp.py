@@ -41,7 +41,7 @@ _ELSEWHERE = {
     "timeout": "use Trainer(stall_timeout=...), which limits every wait of a rank",
     "process_group_backend": "leave it out, ranks use gloo on CPUs and NCCL on GPUs",
     "mixed_precision": "use Trainer(precision=...)",
-    "model_averaging_period": "use phalanx.compat.accelerate.local_sgd.LocalSGD in a Fabric",
+    "model_averaging_period": "use LocalSGD of phalanx.compat.accelerate.local_sgd with an Accelerator of phalanx.compat.accelerate",
     "start_method": "leave it out, a script's ranks run the script and a notebook's are forked",
     "accelerator": "give it to the Trainer or the Fabric",
     "parallel_devices": "use Trainer(devices=...)",

@@ -171,7 +171,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         """Return the number of items over which the batch's loss is averaged, such as its tokens without padding.
 
         The gradient of an optimizer step is that of the weighted mean over all micro-batches of its window, on all
-        ranks.
+        ranks. The progress bar and ``trainer.throughput`` count these items, and call them tokens.
         """
         return 1
 

@@ -13,8 +13,10 @@
                 (after the last: clip, update, other schedulers with interval "step") -> on_train_batch_end
             send the values of the step to the loggers if due, handle signals, validate if due, stop if due
         validate if due; advance these schedulers for the last step
-        on_train_epoch_end; reduce metrics in one collective; callbacks that monitor them
-        schedulers with interval "epoch"; exchange signals, such as a request to stop
+        on_train_epoch_end; reduce metrics in one collective
+        advance schedulers with interval "epoch"; the epoch counts as ended
+        on_train_epoch_end of callbacks that monitor metrics: ``ModelCheckpoint`` saves here
+        exchange signals, such as a request to stop
     on_train_end, on_fit_end
 
 A boundary is the end of an optimizer step. Between two boundaries no decision depends on a value that only one rank

@@ -210,13 +210,17 @@ class Logger(NamesArguments, ABC):
             self._pass_on(Text(key, self._step(step), text))
 
     def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
-        """Record the distribution of the finite values in a tensor or an array of any shape.
+        """Record the distribution of the finite values in a tensor or an array of any shape. Collective for a sharded
+        tensor, such as a weight or a gradient under ``fsdp``: the values are those of the full tensor.
 
         Raises:
             ConfigurationError: ``bins`` is less than 1.
         """
         if bins < 1:
             raise ConfigurationError(f"log_histogram({key!r}, bins={bins}): give 1 or more.")
+        # Whether it is a DTensor, whose import takes a tenth of a second.
+        if hasattr(values, "full_tensor"):
+            values = values.full_tensor()
         if not is_rank_zero():
             return
         numbers = torch.as_tensor(values).detach().cpu().double().flatten()

@@ -1,4 +1,4 @@
-"""Text for streams whose encoding lacks some of its characters, such as ASCII and Latin-1."""
+"""Text on consoles: characters that a stream can encode, the width, folding, whole lines, and notebooks."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class StagedState(ShardedState):
     Args:
         world: the ranks.
         place: the stages of this rank.
-        owners: by the ``id`` of a parameter or buffer, the number of the rank that holds it; None for one that all
-            hold.
+        owners: by the ``id`` of a parameter or buffer, the position in the pipeline of the rank that holds it; None for
+            one that all hold.
         stride: the distance between two ranks of a pipeline.
         free: frees gathered parameters, so that the module holds its shards; None if there are no shards.
     """
@@ -38,25 +38,24 @@ class StagedState(ShardedState):
         free: Callable[[], None] | None,
     ) -> None:
         super().__init__(world, free)
-        self._rank, self._last = place.rank, place.rank_of(place.stages - 1)
+        self._pipeline_rank = place.rank
         self._owners, self._stride = owners, stride
 
     def _saves(self, tensor: Tensor) -> bool:
         """Whether this rank has the value of a tensor, or a part of it, that is saved.
 
-        Buffers that all ranks hold have it where the step runs to its end.
+        A buffer that all ranks of a pipeline hold is saved by the first one, which computes the last stage.
         """
         if isinstance(tensor, nn.Parameter):
-            return self._owners.get(id(tensor)) in (None, self._rank)
+            return self._owners.get(id(tensor)) in (None, self._pipeline_rank)
         return self._world.rank == self._source_of(tensor)
 
     def _source_of(self, buffer: Tensor) -> int:
         """Return the rank that has the value of a buffer."""
-        owner = self._owners.get(id(buffer))
-        return (self._last if owner is None else owner) * self._stride
+        return (self._owners.get(id(buffer)) or 0) * self._stride
 
     def _plain_of_owners(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-        """Return the values that are not tensors with dims of all parameters, by position. Collective.
+        """Return the numbers and 0-d tensors of the state of all parameters, by position. Collective.
 
         Rank 0 writes them.
         """
@@ -64,7 +63,10 @@ class StagedState(ShardedState):
 
     @torch.no_grad()
     def gather(self, module: nn.Module) -> None:
-        """Give rank 0 the tensors of all stages. Other ranks keep those that they hold in full. Collective."""
+        """Give rank 0 the tensors of all stages. Collective.
+
+        Other ranks keep those that they hold in full; sharded ones become empty meta tensors there.
+        """
         named = dict(tensors_of(module))
         shards = {name: shard_of(tensor) for name, tensor in named.items() if self._saves(tensor)}
         found: dict[str, Tensor] = {}

@@ -159,7 +159,7 @@ def test_the_checks_fit_a_terminal_of_80_columns(tmp_path: Path) -> None:
 
 def test_wrong_hosts_and_ports_are_answered_in_one_line(tmp_path: Path) -> None:
     for arguments, expected in (
-        (["--port", "65536"], "--port 65536: give a number from 1 to 65535"),
+        (["--port", "65536"], "--port 65536: give a number up to 65535"),
         (["--hosts", "a,,b"], "'' is not the name of a host"),
         (["--hosts=-oProxyCommand=x"], "'-oProxyCommand=x' is not the name of a host"),
     ):

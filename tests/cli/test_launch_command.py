@@ -166,7 +166,7 @@ def test_snapshots_that_a_launched_script_asks_for_are_rescued(tmp_path: Path, g
         ("-o job train.py", "--output is for a job: give --on slurm, ray or kubernetes as well."),
         ("--on slurm train.py", "--on slurm needs -n, the number of ranks on each node."),
         ("--on slurm -n 2 --node-rank 1 train.py", "--node-rank and --rdzv have no place in a job"),
-        ("--on slurm -n 2 --nodes 1:2 train.py", "--nodes MIN:MAX and --spares have no place in a job"),
+        ("--on slurm -n 2 --nodes 1:2 train.py", "--nodes MIN:MAX and --spares are for launches without --on"),
         ("--on slurm -n 2 --image x train.py", "--on slurm takes no --image."),
         ("--on kubernetes -n 2 train.py", "--on kubernetes needs --image, a container image with the script."),
         ("--on slurm -n 2 --name 42 train.py", "--name '42' has no letter"),

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import Regressor, loader, silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor
 
 from phalanx import loggers
 from phalanx.framework.core.errors import ConfigurationError
@@ -173,3 +176,28 @@ def test_an_empty_histogram_and_one_value() -> None:
     logger.log_histogram("one", [3.0, 3.0], bins=2)
     assert [each.counts for each in logger.items] == [[0, 0], [0, 2]]
     assert logger.items[1].edges == [2.5, 3.0, 3.5]
+
+
+def sharded_histograms() -> tuple[list[float], list[int], Tensor]:
+    """Return the sums and the numbers of values of histograms of a sharded weight, and the full weight."""
+    recorder = Recorder()
+
+    class Watched(Regressor):
+        def on_train_end(self) -> None:
+            recorder.log_histogram("weight", next(self.parameters()), step=1)
+
+    module = Watched()
+    silent_trainer(strategy="fsdp", devices=2, max_epochs=1, logger=recorder).fit(module, loader(8))
+    histograms = [each for each in recorder.items if isinstance(each, Histogram)]
+    return (
+        [each.total for each in histograms],
+        [sum(each.counts) for each in histograms],
+        next(module.parameters()).detach(),
+    )
+
+
+def test_a_histogram_of_a_sharded_weight_is_that_of_the_full_one() -> None:
+    (totals, counts, weight), (others, *_) = run_on_ranks(2, sharded_histograms)
+    assert totals == [pytest.approx(float(weight.double().sum()), rel=1e-9)]
+    assert counts == [weight.numel()]
+    assert others == []

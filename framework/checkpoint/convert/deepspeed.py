@@ -269,7 +269,7 @@ def _partitions(engine: Engine) -> tuple[list[_Partition], list[dict[str, Any]]]
     if not all(isinstance(base, dict) and "state" in base for base in bases) or key not in engine.partitions[0]:
         raise CheckpointError(
             f"{engine.folder} holds ZeRO states in a form that is not converted (elastic or universal checkpoints): "
-            "save once more without load_from_fp32_weights and elastic_checkpoint."
+            "load it with DeepSpeed, and save it once more with elastic_checkpoint false in zero_optimization."
         )
     ranks = [(partition[key], base["state"]) for partition, base in zip(engine.partitions, bases, strict=True)]
     return ranks, bases[0]["param_groups"]
@@ -278,7 +278,10 @@ def _partitions(engine: Engine) -> tuple[list[_Partition], list[dict[str, Any]]]
 def _rows(
     stage: int, ranks: Sequence[_Partition], number: int, hyper: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
-    """Return the flat tensors of a group by slot, of each rank or joined; and the slots that are the same for all."""
+    """Return the flat tensors of a parameter group by slot, and the slots that are equal for all parameters.
+
+    In stage 3 there is one tensor for each rank, otherwise one that is joined from those of all ranks.
+    """
     if stage == 3:
         # Each rank holds an equal, padded part of every parameter, one after the other through all groups, which are
         # split further for the optimizer.

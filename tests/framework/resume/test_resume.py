@@ -319,6 +319,34 @@ def test_each_sample_is_seen_once_also_by_what_is_saved_before_a_run_on_other_ra
     assert sorted(first[:12] + rest) == sorted(regression_data(50).tensors[0][:, 0].tolist())
 
 
+def rates(root: str, ranks: int, epochs: int) -> list[float]:
+    """Return the learning rate of each step of a fit that a second call continues, in global batches of 12."""
+    found: list[float] = []
+
+    class Scheduled(Everything):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            found.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+            return super().training_step(batch, batch_idx)
+
+    trainer = silent_trainer(
+        devices=ranks, max_epochs=epochs, default_root_dir=root, callbacks=ModelCheckpoint(), enable_checkpointing=True
+    )
+    trainer.fit(Scheduled(), loader(48, 12 // ranks), ckpt_path="auto")
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_schedules_go_on_where_they_were_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
+    def on(ranks: int, epochs: int) -> list[float]:
+        if ranks == 1:
+            return rates(str(tmp_path), 1, epochs)
+        return run_on_ranks(ranks, rates, str(tmp_path), ranks, epochs)[0]
+
+    whole = rates(str(tmp_path / "whole"), 1, 4)
+    assert on(before, 2) + on(after, 4) == whole
+    assert len(set(whole)) == 16
+
+
 # ---- what is refused ---------------------------------------
 
 
