@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from .errors import ConfigurationError, did_you_mean, is_count
+from .schedules import OPTIONS, named_schedule
 from .split_optimizer import optimizers_in
 from .wording import a_type
 
@@ -27,6 +28,8 @@ class SchedulerConfig:
     monitor: str | None = None
     strict: bool = True
     name: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of a schedule that was given by name."""
 
     @property
     def needs_metric(self) -> bool:
@@ -35,7 +38,10 @@ class SchedulerConfig:
 
 
 def resolve_optimizers(
-    returned: Any, module: nn.Module | None = None, steps_itself: bool = False
+    returned: Any,
+    module: nn.Module | None = None,
+    steps_itself: bool = False,
+    steps: Callable[[], float] | None = None,
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Return the optimizers and schedulers that ``configure_optimizers`` returned; both lists are empty for None.
 
@@ -43,12 +49,17 @@ def resolve_optimizers(
         returned: the value that ``configure_optimizers`` returned.
         module: the module whose parameters the optimizers update.
         steps_itself: whether the module advances its schedulers, which then need no ``step``.
+        steps: returns the optimizer steps of the fit, for schedules by name; None leaves these out.
 
     Raises:
         ConfigurationError: the value has an unknown form, checkpoints cannot hold an optimizer's state, or an optimizer
             updates a tensor that is not a parameter of ``module``.
     """
     optimizers, schedulers = _resolved(returned)
+    for config in schedulers:
+        if isinstance(config.scheduler, str):
+            config.scheduler = _named(config, optimizers, steps)
+    schedulers = [config for config in schedulers if config.scheduler is not None]
     for optimizer in optimizers:
         check_kind(optimizer)
     for config in schedulers:
@@ -109,6 +120,22 @@ def _resolved(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     raise ConfigurationError(f"configure_optimizers returned {_describe(returned)}; it must return {_FORMS}.")
 
 
+def _named(
+    config: SchedulerConfig, optimizers: Sequence[Optimizer], steps: Callable[[], float] | None
+) -> LambdaLR | None:
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"configure_optimizers: lr_scheduler={config.scheduler!r} is for one optimizer, and there are "
+            f"{len(optimizers)}: make a scheduler for each."
+        )
+    if config.interval != "step":
+        raise ConfigurationError(
+            f"configure_optimizers: lr_scheduler={config.scheduler!r} steps after each optimizer step; leave out "
+            f"interval={config.interval!r}."
+        )
+    return None if steps is None else named_schedule(config.scheduler, optimizers[0], steps(), **config.options)
+
+
 def _are_all(items: Any, kind: type[Any]) -> bool:
     return isinstance(items, Sequence) and all(isinstance(item, kind) for item in items)
 
@@ -118,6 +145,8 @@ def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
     schedulers: list[SchedulerConfig] = []
     for item in items:
         extra = set(item) - {"optimizer", "lr_scheduler", "monitor", "frequency"}
+        if isinstance(item.get("lr_scheduler"), str):
+            extra -= set(OPTIONS)
         if extra or not isinstance(item.get("optimizer"), Optimizer):
             what = f"the key {sorted(extra)[0]!r}" if extra else "no optimizer under 'optimizer'"
             hint = did_you_mean(sorted(extra)[0], ("optimizer", "lr_scheduler", "monitor")) if extra else ""
@@ -126,16 +155,23 @@ def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
             )
         optimizers.append(item["optimizer"])
         if item.get("lr_scheduler") is not None:
-            config = _scheduler(item["lr_scheduler"])
+            given = item["lr_scheduler"]
+            if isinstance(given, str):
+                given = {"scheduler": given, **{name: item[name] for name in OPTIONS if name in item}}
+            config = _scheduler(given)
             config.monitor = config.monitor or item.get("monitor")
             schedulers.append(config)
     return _checked(optimizers, schedulers)
 
 
 def _scheduler(given: Any) -> SchedulerConfig:
+    if isinstance(given, str):
+        given = {"scheduler": given}
     if not isinstance(given, Mapping):
         return SchedulerConfig(given)
-    known = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+    by_name = isinstance(given.get("scheduler"), str)
+    known: tuple[str, ...] = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+    known += OPTIONS if by_name else ()
     for key in given:
         if key not in known:
             raise ConfigurationError(
@@ -144,7 +180,11 @@ def _scheduler(given: Any) -> SchedulerConfig:
             )
     if "scheduler" not in given:
         raise ConfigurationError("configure_optimizers: a scheduler's dict needs the scheduler under 'scheduler'.")
-    config = SchedulerConfig(**{key: value for key, value in given.items() if key != "reduce_on_plateau"})
+    values = {key: value for key, value in given.items() if key != "reduce_on_plateau" and key not in OPTIONS}
+    if by_name:
+        values.setdefault("interval", "step")
+        values["options"] = {key: given[key] for key in OPTIONS if key in given}
+    config = SchedulerConfig(**values)
     if config.interval not in ("epoch", "step"):
         raise ConfigurationError(
             f"configure_optimizers: interval={config.interval!r} is not known; a scheduler steps by 'epoch' or 'step'."

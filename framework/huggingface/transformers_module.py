@@ -45,6 +45,8 @@ class TransformersModule(TrainModule):
         learning_rate: the learning rate.
         weight_decay: the weight decay of matrices and tensors with more dims. Biases and norms have none.
         optimizer: a class or function called with parameter groups and ``lr``.
+        lr_scheduler: a schedule by name: ``"linear"``, ``"cosine"``, ``"constant"``, ``"inverse_sqrt"`` or ``"wsd"``.
+        warmup: the optimizer steps of its warm-up; below 1, their share of all steps.
 
     Raises:
         ConfigurationError: there is no such folder or task, or transformers is not installed.
@@ -59,6 +61,8 @@ class TransformersModule(TrainModule):
         learning_rate: float = 5e-5,
         weight_decay: float = 0.01,
         optimizer: Callable[..., Optimizer] = torch.optim.AdamW,
+        lr_scheduler: str | None = None,
+        warmup: float = 0.0,
     ) -> None:
         super().__init__()
         built = isinstance(model, nn.Module) and hasattr(model, "config")
@@ -70,6 +74,7 @@ class TransformersModule(TrainModule):
         self._generation: Any = generation_of(model, self.config)
         self._folder = os.fspath(model) if isinstance(model, str | os.PathLike) else None
         self.learning_rate, self.weight_decay, self.optimizer = learning_rate, weight_decay, optimizer
+        self.lr_scheduler, self.warmup = lr_scheduler, warmup
         self.model: Any = model if built else None
         # A checkpoint has weights, so that a module made from one needs no folder.
         model = config_values(self.config, self._generation)
@@ -171,10 +176,16 @@ class TransformersModule(TrainModule):
     # ---- the optimizer ----------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of all parameters that require gradients, with weight decay for matrices alone."""
+        """Return the optimizer of all parameters that require gradients, and the schedule if one was chosen.
+
+        Matrices alone have weight decay.
+        """
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         groups = [
             {"params": [one for one in trained if one.dim() > 1], "weight_decay": self.weight_decay},
             {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0},
         ]
-        return self.optimizer([group for group in groups if group["params"]], lr=self.learning_rate)
+        optimizer = self.optimizer([group for group in groups if group["params"]], lr=self.learning_rate)
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler, "warmup": self.warmup}

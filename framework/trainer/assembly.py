@@ -393,7 +393,10 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
     """
     module = run.module
     steps_itself = not module.automatic_optimization or is_overridden("lr_scheduler_step", module)
-    run.use_optimizers(*resolve_optimizers(module.configure_optimizers(), module, steps_itself))
+    returned = module.configure_optimizers()
+    run.use_optimizers(
+        *resolve_optimizers(returned, module, steps_itself, lambda: run.trainer.estimated_stepping_batches)
+    )
     strategy = run.strategy
     if len(run.optimizers) > 1 and strategy.traits.takes_one_optimizer:
         raise ConfigurationError(
