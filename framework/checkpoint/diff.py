@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError
 from .fingerprint import fingerprint
-from .manifest import JSON, MODEL
+from .manifest import JSON, MODEL, RANKS
 from .reader import Checkpoint, open_checkpoint
 
 _CHUNK_ELEMENTS = 1 << 21
@@ -79,7 +79,8 @@ def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Diffe
         CheckpointError: one of them is missing or damaged.
     """
     one, other = open_checkpoint(first), open_checkpoint(second)
-    names = dict.fromkeys([*one.sections, *other.sections])
+    # The documents of the ranks are compared value by value.
+    names = dict.fromkeys(name for name in [*one.sections, *other.sections] if name != RANKS)
     try:
         documents = [*_documents(one.document, other.document, "document", 0)]
         documents += _documents(one.rank_documents, other.rank_documents, "rank_documents", 0)

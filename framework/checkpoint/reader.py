@@ -87,7 +87,7 @@ class Checkpoint:
     @property
     def sections(self) -> list[str]:
         """The names of the sections."""
-        return [name for name in self.manifest.sections if name != RANKS]
+        return list(self.manifest.sections)
 
     @property
     def finite(self) -> bool:

@@ -51,9 +51,7 @@ class _Factor:
         return min(1.0, (step - since) / max(1, self.steps - since))
 
 
-def named_schedule(
-    name: str, optimizer: Optimizer, steps: float, warmup: float = 0, decay: float = 0.1
-) -> LambdaLR:
+def named_schedule(name: str, optimizer: Optimizer, steps: float, warmup: float = 0, decay: float = 0.1) -> LambdaLR:
     """Return a scheduler that steps after each optimizer step.
 
     Args:

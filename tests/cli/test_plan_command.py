@@ -112,7 +112,7 @@ def test_the_interval_that_the_run_will_choose_for_its_saves_is_foretold(script:
     machines = ["--ranks", 1024, "--device-memory", "80GB"]
     plan, _ = planned(script, tmp_path, "fsdp", 2, 64, "keeps", options=machines)
     # The square root of twice the seconds of a save times 50,000 h / 1024.
-    assert "one failure in 2 d is assumed for 1024 ranks" in plan["saves"][0]
+    assert "one failure in 2 d is assumed for 1,024 ranks" in plan["saves"][0]
     assert "every 9 min 53 s if a save takes 1 s, every 54 min 8 s if it takes 30 s" in plan["saves"][0]
 
 

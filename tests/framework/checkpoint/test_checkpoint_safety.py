@@ -93,8 +93,8 @@ def test_anything_but_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_by_name(path: Path) -> None:
-    rewrite(path, lambda fields: fields.update(version=3, phalanx="9.9"))
-    assert "version 3, written by phalanx '9.9'" in refused(path)
+    rewrite(path, lambda fields: fields.update(version=4, phalanx="9.9"))
+    assert "version 4, written by phalanx '9.9'" in refused(path)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model-00000.safetensors"])
@@ -221,7 +221,7 @@ def read_as_the_page_says(path: Path) -> dict[str, bytes]:
     assert text[29:31] == b'",'
     assert xxhash.xxh3_64_hexdigest(b"{" + text[31:]).encode() == text[13:29]
     manifest = json.loads(text)
-    assert (manifest["format"], manifest["version"]) == ("phalanx-checkpoint", 1)
+    assert (manifest["format"], manifest["version"]) == ("phalanx-checkpoint", 3)
     for name, file in manifest["files"].items():
         data = (path / name).read_bytes()
         assert len(data) == file["size"]

@@ -132,7 +132,7 @@ def test_documents_and_sections_come_back(tmp_path: Path) -> None:
     assert opened.document == document
     assert list(opened.document["order"]) == ["b", "a"]
     assert opened.rank_documents == [[1, "own"]]
-    assert opened.sections == ["model", "state"]
+    assert opened.sections == ["model", "state", "ranks"]
     assert opened.read_section("model") == {}
 
 
@@ -213,7 +213,10 @@ def test_parts_of_ranks_are_assembled_under_any_slicing(tmp_path: Path, split: s
     listings = run_on_ranks(2, save_split, path, split)
 
     # All ranks return after the checkpoint was published.
-    assert listings == [["manifest.json", "model-00000.safetensors", "model-00001.safetensors"]] * 2
+    assert (
+        listings
+        == [["manifest.json", "model-00000.safetensors", "model-00001.safetensors", "ranks-00000.safetensors"]] * 2
+    )
     assert checkpoint.verify(path) == []
     opened = checkpoint.open_checkpoint(path)
     assert opened.document == {"from": 0}
@@ -263,7 +266,7 @@ def test_a_replicated_model_is_written_by_rank_zero(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     assert run_on_ranks(2, save_replicated, path) == [True, True]
 
-    assert sorted(os.listdir(path)) == ["manifest.json", "model-00000.safetensors"]
+    assert sorted(os.listdir(path)) == ["manifest.json", "model-00000.safetensors", "ranks-00000.safetensors"]
     assert checkpoint.open_checkpoint(path).rank_documents == [0, 1]
 
 
@@ -597,3 +600,15 @@ def test_what_is_replaced_while_it_is_read_is_not_called_damaged(
     monkeypatch.setattr(verification, "problems_of", replacing)
     assert checkpoint.verify(path) == []
     assert begun
+
+
+def test_documents_of_ranks_in_the_manifest_of_an_older_version_are_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.ckpt", {"w": torch.ones(2)})
+    assert checkpoint.inspect(path).format_version == 1
+    rewrite(path, lambda fields: fields.update(rank_documents=[{"rank": 0}, {"rank": 1}]))
+    assert checkpoint.open_checkpoint(path).rank_documents == [{"rank": 0}, {"rank": 1}]
+
+
+def test_the_section_of_the_documents_of_ranks_is_taken(tmp_path: Path) -> None:
+    with refuses(ConfigurationError, "section 'ranks' is the one of rank_document="):
+        checkpoint.save(tmp_path / "a.ckpt", CheckpointContents({"ranks": {}}), World.single())

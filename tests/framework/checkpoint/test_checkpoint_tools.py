@@ -79,7 +79,7 @@ def test_inspect_describes_the_checkpoint_of_a_fit(tmp_path: Path) -> None:
     assert set(told.metrics) == {"loss"}
     assert told.files == {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
     assert told.bytes == sum(told.files.values())
-    assert told.format_version == 1
+    assert told.format_version == 3
 
 
 def test_inspect_copes_with_what_is_not_recorded(tmp_path: Path) -> None:
