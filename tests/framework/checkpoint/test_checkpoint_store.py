@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from hostile import rewrite
 from messages import refuses
 from ranks import run_on_ranks, started_script
 from safetensors.torch import load_file
