@@ -40,16 +40,6 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class UniformModel(ShardedModel):
-    """A sharded model whose passes all call the same collectives."""
-
-    # A rank that runs out of memory in a pass does not get to its end.
-    settles_at_once = False
-
-    def sync_gradients(self, enabled: bool) -> None:
-        """Do nothing: every backward pass reduces its gradients."""
-
-
 def recovery_of_shards(can_join: bool) -> tuple[Recovery | None, str]:
     """Return the recovery of a strategy that is not set up, None if it has none, and the reason for that.
 
