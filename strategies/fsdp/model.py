@@ -42,7 +42,7 @@ from .initial import Origins, Source, allocate_buffers, check_buffers, fill, kee
 from .local_shards import local_of, whole_of_parts
 from .module_gradients import ModuleGradients
 from .outside_calls import Context, OutsideCalls
-from .pass_checks import PassChecks
+from .passes import PassChecks, UnusedParameters
 from .state import carry_slots, shard_slots
 from .tensor_parallel import split_layers, tie_again
 from .torch_fsdp import Footprint, initialize, prepare_gathering, state_of
@@ -59,7 +59,6 @@ from .units import (
     prefetch,
     without_shared,
 )
-from .unused_parameters import UnusedParameters
 
 
 @dataclass
