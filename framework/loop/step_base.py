@@ -10,7 +10,7 @@ from ..diagnostics.loss_checks import LossChecks
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
 from ..distributed.control import Signal
 from ..parallel.strategy import StepFunction
-from ..profiling.sample_count import SampleCount
+from ..profiling.meter import SampleCount
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from .compiled_flops import counted_step
