@@ -15,12 +15,13 @@ from ..checkpoint import decode, held, save
 from ..checkpoint.reader import open_on_all_ranks
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.wording import a_type, counted
+from ..data.stateful_loader import is_stateful
 from ..distributed.collective_errors import on_all_ranks
 from ..distributed.seed import capture, restore as restore_generators
 from ..parallel.parameter_names import renamed
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
-from . import compare, contents_of, is_stateful, parameter_names, read_weights, restore, snapshot_of
+from . import compare, contents_of, parameter_names, read_weights, restore, snapshot_of
 from .collectives import Ranks
 from .contents import Contents, Filter
 from .loading import Fits, Saved
