@@ -35,6 +35,7 @@ from .rules import (
     one_of,
     optional_duration,
     positive_number,
+    resolve_profiler,
     unsupported,
 )
 
