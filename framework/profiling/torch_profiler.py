@@ -12,7 +12,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, record_function, sc
 from ..core.errors import ConfigurationError
 from .profiler import Profiler
 
-_OWN = ("activities", "on_trace_ready")
 
 
 class PyTorchProfiler(Profiler):
