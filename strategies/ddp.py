@@ -25,8 +25,7 @@ from ..framework.core.precision import Precision
 from ..framework.distributed.world import World
 from ..framework.parallel.gradient_operations import FullGradients, average_gradients
 from ..framework.parallel.meta_device import share_buffers, share_tensors
-from ..framework.parallel.recovery import Recovery
-from ..framework.parallel.strategy import Routed, StepAdapter, StepFunction, Strategy, Traits
+from ..framework.parallel.strategy import Recovery, Routed, StepAdapter, StepFunction, Strategy, Traits
 from ..framework.parallel.zero_backward import zero_loss
 from .communication_hook import CommunicationHook, Hook, Wrapper
 from .context import ContextParallel

@@ -24,9 +24,8 @@ from ...framework.parallel.canonical_state import CanonicalState
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.gradient_operations import GradientOperations
 from ...framework.parallel.meta_device import share_buffers
-from ...framework.parallel.recovery import Recovery
 from ...framework.parallel.step_flags import OrderFlags, StepFlags
-from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
+from ...framework.parallel.strategy import Recovery, Routed, StepFunction, Strategy, Traits
 from ...framework.system.environment import nvme_path
 from ..limits import check_dense
 from .arguments import is_in_memory, resolve_options

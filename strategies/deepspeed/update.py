@@ -20,7 +20,7 @@ from ...framework.core.errors import ConfigurationError, LoopError
 from ...framework.core.patches import patch
 from ...framework.distributed.world import Pending
 from ...framework.parallel.gradient_operations import GradientOperations, no_clipping_by_value
-from ...framework.parallel.recovery import Recovery, Repeat
+from ...framework.parallel.strategy import Recovery, Repeat
 from ...framework.parallel.step_flags import RunOrder
 from ...framework.parallel.use_over_ranks import UseOverRanks
 from .access import LentGradients, engine_runs

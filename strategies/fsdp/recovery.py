@@ -28,8 +28,7 @@ from ...framework.core.torch_versions import can_abandon_fsdp_passes, drop_unsha
 from ...framework.distributed.devices import empty_caches
 from ...framework.distributed.rendezvous import shared_store
 from ...framework.distributed.world import World
-from ...framework.parallel.recovery import Recovery, Repeat
-from ...framework.parallel.strategy import Strategy
+from ...framework.parallel.strategy import Recovery, Repeat, Strategy
 from .model import ShardedModel
 
 _Call = list[Any]

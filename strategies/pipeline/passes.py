@@ -14,7 +14,7 @@ from ...framework.core.errors import LoopError
 from ...framework.core.wording import counted
 from ...framework.diagnostics.isolated_step import isolated
 from ...framework.distributed.world import World
-from ...framework.parallel.window_passes import Window, WindowPasses
+from ...framework.parallel.strategy import Window, WindowPasses
 from ...framework.parallel.zero_backward import tensors_in
 from ..context import ContextParallel
 from ..context.sharing import attention_of
