@@ -154,19 +154,11 @@ class Meter:
             )
         return Counts(self._units, self._seconds, self._data_seconds, self._wait_seconds, self._steps)
 
-    def count_flops(self, count: FlopCount) -> None:
-        """Let the training step enter ``count`` in its first steps."""
-        self.flop_count = count
-
     def note_flops(self) -> None:
         """Set the FLOPs of a unit from those counted so far, the step in progress included."""
         self._flop_units += self.open_units
         flops = None if self.flop_count is None else self.flop_count.total
         self.flops_per_unit = None if flops is None or not self._flop_units else flops / self._flop_units
-
-    def end_flop_count(self) -> None:
-        """Count no more FLOPs."""
-        self.flop_count = None
 
     def use_peak(self, given: float | None, dtype: torch.dtype) -> None:
         """Set the peak of a device: as given, or as known for this device and this dtype of matrix products."""

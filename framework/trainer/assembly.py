@@ -371,7 +371,7 @@ def _attach_step(
     run.meter.use_peak(settings.given.device_peak_flops, run.precision.compute_dtype)
     visible = not any(is_compiled_by_user(part) for part in run.module.modules())
     if not settings.barebones and visible:
-        run.meter.count_flops(FlopCount())
+        run.meter.flop_count = FlopCount()
     step = build_step(run, loop.windows, settings, train_transfer)
     loop.use_step(step, transfer, settings.given.verify_every)
 
