@@ -62,7 +62,7 @@ class Meter:
     def __init__(self, world: World, unit: str = "samples") -> None:
         self.unit = unit
         self.flop_count: FlopCount | None = None
-        """Counts the FLOPs of the first steps of this rank; None before ``count_flops`` and after those steps."""
+        """Counts the FLOPs of the first steps of this rank; None after those steps, and where nothing is counted."""
         self.flops_per_unit: float | None = None
         """Model FLOPs of a unit, forward and backward; None if they were not counted."""
         self.peak_flops: float | None = None
