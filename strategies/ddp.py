@@ -1,9 +1,9 @@
 """``ddp``: every rank holds the full model and processes its part of the batch; gradients are averaged.
 
 Torch's ``DistributedDataParallel`` does the averaging, overlapped with backward (Li et al. 2020, "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training"). Communication hooks average a bucket of gradients in their own way:
-in fp16 or bf16, or as products of low rank (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization").
+Experiences on Accelerating Data Parallel Training"). Communication hooks average a bucket of gradients in their own
+way: in fp16 or bf16, or as products of low rank (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient
+Compression for Distributed Optimization").
 """
 
 from __future__ import annotations
