@@ -280,6 +280,9 @@ class World:
         """Return the tensors of all ranks, [size, *shape]; all must have the same shape. Collective."""
         if self.size == 1:
             return tensor.unsqueeze(0)
+        if tensor.dtype is torch.bool:
+            # gloo sends none.
+            return self.all_gather(tensor.view(torch.uint8)).view(torch.bool)
         gathered = tensor.new_empty((self.size, *tensor.shape))
         dist.all_gather(list(gathered.unbind()), tensor.detach().contiguous(), group=self._group_for(tensor))
         return gathered
