@@ -15,7 +15,6 @@ from .job import LAUNCHER, Job
 from .kubernetes_manifest import kubernetes_manifest
 from .terminal_text import say, say_json
 
-
 # ---- SLURM ----------------------------------------------------------------------------------------------------------
 
 

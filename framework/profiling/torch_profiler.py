@@ -13,7 +13,6 @@ from ..core.errors import ConfigurationError
 from .profiler import Profiler
 
 
-
 class PyTorchProfiler(Profiler):
     """Trace some steps of a fit with ``torch.profiler.profile``: operations, kernels, and the sections of the fit.
 

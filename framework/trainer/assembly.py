@@ -272,9 +272,8 @@ def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
 
 
 def _data(session: Session, run: Run, request: StageRequest) -> Data:
-    shards = session.settings.shards_data
-    keep = session.records.keep_loaders
-    return Data(run.world, request.module, request.datamodule, request.given, session.seed, shards, keep)
+    shards, kept = session.settings.shards_data, session.records.loaders
+    return Data(run.world, request.module, request.datamodule, request.given, session.seed, shards, kept)
 
 
 def _place_model(

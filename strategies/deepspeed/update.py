@@ -20,8 +20,8 @@ from ...framework.core.errors import ConfigurationError, LoopError
 from ...framework.core.patches import patch
 from ...framework.distributed.world import Pending
 from ...framework.parallel.gradient_operations import GradientOperations, no_clipping_by_value
-from ...framework.parallel.strategy import Recovery, Repeat
 from ...framework.parallel.step_flags import RunOrder
+from ...framework.parallel.strategy import Recovery, Repeat
 from ...framework.parallel.use_over_ranks import UseOverRanks
 from .access import LentGradients, engine_runs
 from .flat_groups import full_shape
@@ -425,8 +425,8 @@ def kept_counts(module: nn.Module) -> Iterator[None]:
 class LateUpdate(EngineUpdate):
     """Keeps gradients on each rank until ``reduce``: backward passes contain no collective.
 
-    Every rank adds up the full gradients of a window, and DeepSpeed reduces them once all ranks have agreed to update. So
-    stage 2 stores full gradients until then, as stage 1 does.
+    Every rank adds up the full gradients of a window, and DeepSpeed reduces them once all ranks have agreed to update.
+    So stage 2 stores full gradients until then, as stage 1 does.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -217,9 +217,7 @@ class FSDPStrategy(Strategy):
             routed is Routed.REPEATED or self.accumulate_shards,
         )
         self._routed = routed
-        self._sharded = sharded = ShardedModel(
-            module, optimizers, self.world, sharding, self._deferred, self._supplied
-        )
+        self._sharded = sharded = ShardedModel(module, optimizers, self.world, sharding, self._deferred, self._supplied)
         if routed is Routed.REPEATED:
             self.recovery = ShardedRecovery(sharded)
         self.state = ShardedState(self.world, sharded.reshard, sharded.full_updates)
