@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -59,13 +59,13 @@ def parse_hosts(text: str) -> list[str]:
     return hosts
 
 
-def check_hosts(hosts: Sequence[str], ask: Callable[[str], Answer] | None = None) -> Iterator[Check]:
+def check_hosts(hosts: Sequence[str]) -> Iterator[Check]:
     """Check that hosts can be reached without a password, that their clocks agree, and their versions."""
     own = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
     if not hosts:
         return
     with ThreadPoolExecutor(min(len(hosts), _MOST_AT_ONCE)) as pool:
-        for host, answer in zip(hosts, pool.map(ask or _ask, hosts), strict=True):
+        for host, answer in zip(hosts, pool.map(_ask, hosts), strict=True):
             yield from _checks(host, answer, own)
 
 

@@ -1,4 +1,4 @@
-"""Checks of a machine for ``phalanx doctor``: disks, memory, limits, software and ranks. Each returns its findings."""
+"""Checks of a machine for ``phalanx doctor``: software, disks, limits, ranks and GPUs. Each returns its findings."""
 
 from __future__ import annotations
 
@@ -157,3 +157,54 @@ def check_ranks(reduce: Callable[[], float]) -> Iterator[Check]:
         yield Check("ranks", "two CPU ranks", False, str(error).splitlines()[0], "see docs/failures.md")
         return
     yield Check("ranks", "two CPU ranks", True, f"an all-reduce of 4 MB takes {seconds * 1e3:.1f} ms")
+
+
+# ---- NVIDIA GPUs, of which only the tool of the driver knows memory errors and slow clocks --------------------------
+
+_GPU_FIELDS = ("index", "driver_version", "temperature.gpu", "ecc.errors.uncorrected.volatile.total")
+# The name of a last field, and the one that it had before version 535 of the driver.
+_CLOCK_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+# Bits of that field that name a fault. The other bits, such as an idle GPU or its power limit, are normal.
+_SLOW = {0x08: "hardware slowdown", 0x20: "software thermal limit", 0x40: "too hot", 0x80: "power brake"}
+_DRIVER_SECONDS = 20.0
+
+
+def check_gpu_health() -> Iterator[Check]:
+    """Check each GPU for memory errors that were not corrected, and for clocks held down by heat or power."""
+    if shutil.which("nvidia-smi") is None:
+        return
+    try:
+        rows = _gpu_rows()
+    except ToolError as error:
+        found = str(error).splitlines()[0]
+        yield Check("GPUs", "nvidia-smi", False, found, "the driver does not answer: reload it, or reboot")
+        return
+    for index, driver, temperature, errors, clocks in rows:
+        # Cards without error correction report no number.
+        count = int(errors) if errors.isdecimal() else 0
+        found = f"driver {driver}, {f'{errors} uncorrected' if errors.isdecimal() else 'no ECC'}"
+        yield Check("GPUs", f"memory {index}", not count, found, "reset the GPU; if errors return, have it replaced")
+        active = int(clocks, 16) if clocks.startswith("0x") else 0
+        slow = [text for bit, text in _SLOW.items() if active & bit]
+        found = f"{temperature} C, {', '.join(slow) or 'not slowed down'}"
+        yield Check("GPUs", f"clocks {index}", not slow, found, "improve its cooling and power supply")
+
+
+def _gpu_rows() -> list[list[str]]:
+    """Return the fields of each GPU.
+
+    Raises:
+        ToolError: nvidia-smi fails, or does not answer.
+    """
+    new, old = (
+        ["nvidia-smi", f"--query-gpu={','.join((*_GPU_FIELDS, field))}", "--format=csv,noheader,nounits"]
+        for field in _CLOCK_FIELDS
+    )
+    try:
+        printed = output_of(new, _DRIVER_SECONDS)
+    except ToolError as error:
+        if "not a valid field" not in str(error):
+            raise
+        printed = output_of(old, _DRIVER_SECONDS)
+    rows = ([cell.strip() for cell in line.split(",")] for line in printed.splitlines())
+    return [row for row in rows if len(row) == len(_GPU_FIELDS) + 1]

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.metrics.file_logger import FileLogger, plain_number
-from ..framework.metrics.hparams_text import as_mapping
 
 _METRICS_FILE = "metrics.csv"
 # A user who follows the file of a slow run should not have to wait for a hundred steps.
@@ -53,7 +52,6 @@ class CSVLogger(FileLogger):
             raise ConfigurationError(f"flush_logs_every_n_steps={flush_logs_every_n_steps}: give 1 or more.")
         self._flush_every = flush_logs_every_n_steps
         self._rows: list[dict[str, Any]] = []
-        self._next_step = 0
         self._flushed_step = 0
         self._flushed_at = time.monotonic()
         self._table: _Table | None = None
@@ -66,19 +64,17 @@ class CSVLogger(FileLogger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add one row; ``step`` defaults to the last step plus one."""
-        step = self._next_step if step is None else step
         row = {self._with_prefix(key): plain_number(value) for key, value in metrics.items()}
-        row["step"] = step
         now = time.monotonic()
         with self._lock:
+            row["step"] = step = self._count_step(step)
             self._rows.append(row)
-            self._next_step = step + 1
             due = step + 1 - self._flushed_step >= self._flush_every or now - self._flushed_at >= _FLUSH_SECONDS
         if due:
             self.save()
 
     def log_hyperparams(self, params: Any = None) -> None:
-        self._write_hparams(as_mapping(params))
+        self._write_hparams(params)
 
     def save(self) -> None:
         with self._lock:
@@ -96,8 +92,7 @@ class CSVLogger(FileLogger):
             return {"directory": self.log_dir, "rows": self._opened().count() + len(self._rows)}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        # A directory that the user chose may contain another run's file by now.
-        if "rows" in state and (self._fixed_save_dir is None or state["directory"] == self.log_dir):
+        if "rows" in state and self._has_own_files(state):
             self._opened().keep(int(state["rows"]))
 
     def _opened(self) -> _Table:

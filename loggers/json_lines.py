@@ -10,7 +10,6 @@ from threading import Lock
 from typing import Any, ClassVar
 
 from ..framework.metrics.file_logger import FileLogger, plain_number
-from ..framework.metrics.hparams_text import as_mapping
 from ..framework.metrics.json_lines import JsonLines, read_lines, whole_bytes
 from ..framework.metrics.logger import media_record
 from ..framework.metrics.media import Media
@@ -51,7 +50,6 @@ class JSONLinesLogger(FileLogger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
         self._lines: JsonLines | None = None
-        self._next_step = 0
         # Metrics arrive in the writer thread; a user may call from the training thread as well.
         self._lock = Lock()
 
@@ -66,14 +64,12 @@ class JSONLinesLogger(FileLogger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write one line; ``step`` defaults to the last step plus one."""
-        step = self._next_step if step is None else step
-        self._next_step = step + 1
+        step = self._count_step(step)
         values = {self._with_prefix(key): plain_number(value) for key, value in metrics.items()}
         self._append({"step": step, "time": time.time(), "metrics": values})
 
     def log_hyperparams(self, params: Any = None) -> None:
-        params = as_mapping(params)
-        self._write_hparams(params)
+        params = self._write_hparams(params)
         self._append({"time": time.time(), "hparams": params})
 
     def log_media(self, media: Media) -> None:
@@ -85,8 +81,7 @@ class JSONLinesLogger(FileLogger):
             return {"directory": self.log_dir, "bytes": whole_bytes(self.path)}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        # A directory that the user chose may contain another run's file by now.
-        if self._fixed_save_dir is None or state.get("directory") == self.log_dir:
+        if self._has_own_files(state):
             with self._lock:
                 JsonLines(self.path).keep(state["bytes"] if "bytes" in state else _end_of_steps(self.path, step))
 

@@ -18,7 +18,6 @@ from ..framework.core.arguments import check_names
 from ..framework.core.errors import ConfigurationError
 from ..framework.distributed.rank_zero import is_rank_zero
 from ..framework.metrics.file_logger import FileLogger, plain_number
-from ..framework.metrics.hparams_text import as_mapping
 from ..framework.metrics.logger import media_record
 from ..framework.metrics.media import Histogram, Images, Media, Table, Text
 from ..framework.system.atomic_files import write_text
@@ -68,7 +67,6 @@ class RemoteLogger(FileLogger):
         self._saver: Any = None
         self._logged_models: set[tuple[str, float]] = set()
         self._delivery: Delivery | None = None
-        self._next_step = 0
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Refuse further arguments that the library's ``init`` does not have: it runs later, on another thread.
@@ -92,14 +90,12 @@ class RemoteLogger(FileLogger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record metrics; ``step`` defaults to the last step plus one."""
-        step = self._next_step if step is None else step
-        self._next_step = step + 1
+        step = self._count_step(step)
         values = {self._with_prefix(key): plain_number(value) for key, value in metrics.items()}
         self._begun().add_metrics(values, step)
 
     def log_hyperparams(self, params: Any = None) -> None:
-        params = as_mapping(params)
-        self._write_hparams(params)
+        params = self._write_hparams(params)
         self._begun().add("hparams", params)
 
     def log_media(self, media: Media) -> None:
@@ -116,8 +112,7 @@ class RemoteLogger(FileLogger):
         return {"directory": self.log_dir, "position": self._current().size}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        # A directory that the user chose may contain another run's file by now.
-        if self._fixed_save_dir is None or state.get("directory") == self.log_dir:
+        if self._has_own_files(state):
             self._current().resume(state.get("position"), step)
 
     def finalize(self, status: str) -> None:

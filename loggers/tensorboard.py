@@ -13,7 +13,7 @@ from torch import nn
 
 from ..framework.core.arguments import check_names, keywords_of
 from ..framework.metrics.file_logger import FileLogger, plain_number
-from ..framework.metrics.hparams_text import as_mapping, flattened
+from ..framework.metrics.hparams_text import flattened
 from ..framework.metrics.image_files import png_size
 from ..framework.metrics.media import Histogram, Images, Media, Table, Text
 
@@ -63,7 +63,6 @@ class TensorBoardLogger(FileLogger):
         self._kwargs = kwargs
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None
-        self._next_step = 0
         # Metrics arrive in the writer thread; a user's histogram may open the file first.
         self._lock = Lock()
 
@@ -92,8 +91,7 @@ class TensorBoardLogger(FileLogger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record metrics; a mapping as a value becomes one chart of several lines. ``step`` counts up if None."""
-        step = self._next_step if step is None else step
-        self._next_step = step + 1
+        step = self._count_step(step)
         writer = self.experiment
         for key, value in metrics.items():
             if isinstance(value, Mapping):
@@ -105,8 +103,7 @@ class TensorBoardLogger(FileLogger):
         self, params: Any, metrics: Mapping[str, float] | float | None = None, step: int | None = None
     ) -> None:
         """Record hyperparameters, and the metrics by which TensorBoard's table compares runs."""
-        params = as_mapping(params)
-        self._write_hparams(params)
+        params = self._write_hparams(params)
         if metrics is None:
             metrics = {"hp_metric": -1.0} if self._default_hp_metric else {}
         elif not isinstance(metrics, Mapping):

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.precision import Precision
-from ..framework.parallel.recovery import Recovery
-from ..framework.parallel.strategy import Routed, StepFunction, Strategy
+from ..framework.parallel.strategy import Recovery, Routed, StepFunction, Strategy
 
 
 class SingleDeviceStrategy(Strategy):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 from ...framework.core.errors import ConfigurationError, StorageError
 from ...framework.system.atomic_files import new_file, write_synced
 from .edits import Left, Outcome, apply, line_after
+from .names import Missing, Target, counterpart, other_framework_of
 from .script import migrate_script
-from .yaml_configs import migrate_yaml
 
 _SCRIPTS, _CONFIGS = (".py",), (".yaml", ".yml")
 _NOT_SEARCHED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
+# `class_path` of LightningCLI, and `_target_` of Hydra.
+_CLASS = re.compile(rb"""^[^#\n]*?(?<![\w.])(?:class_path|_target_)[ \t]*:[ \t]*["']?(?P<path>[A-Za-z_][\w.]*)""", re.M)
 
 
 @dataclass
@@ -91,6 +94,21 @@ def migrated(path: Path) -> Migrated:
     except (OSError, ValueError) as error:
         found.error = str(error) if not isinstance(error, OSError) else f"reading {path} failed: {error.strerror}"
     return found
+
+
+def migrate_yaml(text: bytes) -> Outcome:
+    """Return the edits of a configuration in YAML: class names of Lightning alone, so that comments and layout stay."""
+    outcome = Outcome()
+    for match in _CLASS.finditer(text):
+        path = match["path"].decode()
+        if (framework := other_framework_of(path)) is None:
+            continue
+        target, line = counterpart(path), text.count(b"\n", 0, match.start("path")) + 1
+        if isinstance(target, Target) and not target.is_module:
+            outcome.replace(match.span("path"), target.dotted, line)
+        elif isinstance(target, Missing):
+            outcome.leave(line, target.reason, framework.page)
+    return outcome
 
 
 def write(found: Migrated) -> None:

@@ -12,15 +12,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...framework.core.absent_names import lacks, sentence_for
 from ...framework.core.arguments import check_names, is_from_call, names_arguments, refuse_unknown
-from ...framework.core.errors import ConfigurationError, did_you_mean
+from ...framework.core.errors import ConfigurationError, did_you_mean, unknown
 from ...framework.core.foreign_names import MEMBERS
+from ...framework.core.registry import LOGGERS
 from ...framework.fabric.fabric import Fabric
 from ...framework.fabric.module import engine_of
+from ...framework.metrics.logger import Logger
 from ...framework.parallel.strategy import Strategy
-from .arguments import by_class, default_devices, precision_of, strategy_of
+from .arguments import by_class, default_devices, precision_of, strategy_of, updates
 from .configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -31,13 +34,14 @@ from .configuration import (
     ProjectConfiguration,
 )
 from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin, compilation_of
-from .preparation import Preparation
 from .saved_states import NumberedStates, write_object
 from .state import AcceleratorState, GradientState, on_local_process
-from .trackers import Trackers
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# The argument that takes the project's name, for loggers whose ``name`` is that of the run.
+_PROJECT_ARGUMENTS = {"mlflow": "experiment_name", "trackio": "project", "wandb": "project"}
 
 
 def verb(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -125,12 +129,9 @@ class Accelerator:
         self.fabric.launch()
         self._autocast = handlers.get(AutocastKwargs)
         self._profile = handlers.get(ProfileKwargs) or ProfileKwargs()
-        self._trackers = Trackers(self.fabric, log_with, self.project_configuration)
+        self._log_with, self._loggers = _loggers_of(log_with), dict[str, Logger]()
         self.state = AcceleratorState(self.fabric, self.mixed_precision, deepspeed_plugin, fsdp_plugin)
         self.gradient_state = GradientState(self.fabric)
-        self._preparation = Preparation(
-            self.fabric, self.dataloader_config, device_placement, step_scheduler_with_optimizer
-        )
         self._states = NumberedStates(self.fabric, self.project_configuration)
 
     def __getattr__(self, name: str) -> Any:
@@ -167,8 +168,48 @@ class Accelerator:
     unscale_gradients = verb("fabric", Fabric.unscale_gradients)
     wait_for_everyone = verb("fabric", Fabric.wait_for_everyone)
     no_sync = verb("fabric", Fabric.no_backward_sync)
-    init_trackers = verb("_trackers", Trackers.init_trackers)
-    get_tracker = verb("_trackers", Trackers.get_tracker)
+
+    @names_arguments
+    def init_trackers(
+        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Create the loggers that ``log_with`` names, and record the configuration of the run.
+
+        They write below the logging directory and the project's name.
+
+        Args:
+            project_name: name of the directory below the logging directory.
+            config: hyperparameters.
+            init_kwargs: for each name of a logger, further arguments.
+        """
+        for given in self._log_with:
+            if isinstance(given, Logger):
+                self._loggers[given.name] = given
+                continue
+            options = {"save_dir": self.project_configuration.logging_dir or "."}
+            if argument := _PROJECT_ARGUMENTS.get(given):
+                options[argument] = project_name
+            else:
+                options.update(name=project_name, version="")
+            self._loggers[given] = LOGGERS.load(given)(**{**options, **(init_kwargs or {}).get(given, {})})
+        self.fabric.loggers.extend(self._loggers.values())
+        if self.fabric.is_global_zero and config is not None:
+            for logger in self.fabric.loggers:
+                logger.log_hyperparams(config)
+
+    @names_arguments
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a logger by name, or with ``unwrap`` its experiment object.
+
+        Raises:
+            ConfigurationError: there is none of that name.
+        """
+        if not self._loggers:
+            raise ConfigurationError("get_tracker: there are no trackers yet; pass log_with, and call init_trackers.")
+        if name not in self._loggers:
+            raise unknown("tracker", name, self._loggers)
+        logger = self._loggers[name]
+        return logger.experiment if unwrap else logger
 
     @names_arguments
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
@@ -223,11 +264,88 @@ class Accelerator:
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    prepare = verb("_preparation", Preparation.prepare)
-    prepare_model = verb("_preparation", Preparation.prepare_model)
-    prepare_optimizer = verb("_preparation", Preparation.prepare_optimizer)
-    prepare_scheduler = verb("_preparation", Preparation.prepare_scheduler)
-    prepare_data_loader = verb("_preparation", Preparation.prepare_data_loader)
+    @names_arguments
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """Set up modules, optimizers, schedulers and loaders. Collective.
+
+        Other objects come back as they are.
+
+        Args:
+            objects: in any order. An optimizer that is given with its module is set up together with it.
+            device_placement: for each object, whether it is moved to the device.
+
+        Returns:
+            One object, or a tuple in the order given.
+        """
+        moves = device_placement or [self.device_placement] * len(objects)
+        ready: dict[int, Any] = {}
+        for given, move in zip(objects, moves, strict=True):
+            if isinstance(given, nn.Module):
+                # An optimizer of two modules is set up with the first, and taken along to the second.
+                optimizers = [
+                    each
+                    for each in objects
+                    if isinstance(each, Optimizer) and id(each) not in ready and updates(each, given)
+                ]
+                found = self.fabric.setup(given, *optimizers, move_to_device=move)
+                ready.update(zip(map(id, [given, *optimizers]), found if optimizers else [found], strict=True))
+        for given, move in zip(objects, moves, strict=True):
+            if id(given) not in ready:
+                ready[id(given)] = self._prepare_one(given, move)
+        result = tuple(ready[id(given)] for given in objects)
+        return result[0] if len(result) == 1 else result
+
+    def _prepare_one(self, given: Any, move: bool) -> Any:
+        if isinstance(given, Optimizer):
+            return self.prepare_optimizer(given)
+        if hasattr(given, "state_dict") and callable(getattr(given, "get_last_lr", None)):
+            return self.prepare_scheduler(given)
+        if isinstance(given, torch.utils.data.DataLoader):
+            return self.prepare_data_loader(given, move)
+        return given
+
+    @names_arguments
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Set up a module whose optimizer is set up later, or that has none. Collective."""
+        move = self.device_placement if device_placement is None else device_placement
+        return self.fabric.setup_module(model, move_to_device=move)
+
+    @names_arguments
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Set up an optimizer of a module that is set up."""
+        return self.fabric.setup_optimizers(optimizer)
+
+    @names_arguments
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Set up a scheduler. It steps once for each rank after an update, unless batches are split."""
+        steps = 1 if self.dataloader_config.split_batches else self.fabric.world_size
+        follows = self.step_scheduler_with_optimizer
+        return self.fabric.setup_scheduler(scheduler, follows, steps_per_update=steps if follows else 1)
+
+    @names_arguments
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Set up a loader. Collective.
+
+        Raises:
+            ConfigurationError: ``slice_fn_for_dispatch`` is given.
+        """
+        if slice_fn_for_dispatch is not None:
+            raise ConfigurationError(
+                "slice_fn_for_dispatch is not known here: with dispatch_batches each rank gets whole batches of the "
+                "loader, so give it the batch size of one rank."
+            )
+        config = self.dataloader_config
+        return self.fabric.setup_dataloaders(
+            data_loader,
+            move_to_device=self.device_placement if device_placement is None else device_placement,
+            split_batches=config.split_batches,
+            dispatch_batches=bool(config.dispatch_batches),
+            even_batches=config.even_batches,
+        )
 
     @names_arguments
     @contextmanager
@@ -307,3 +425,18 @@ class Accelerator:
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         self.fabric.set_accumulation(steps)
+
+
+def _loggers_of(log_with: Any) -> list[str | Logger]:
+    """Return the loggers and names of loggers that ``log_with`` has; ``"all"`` is TensorBoard and CSV.
+
+    Raises:
+        UnknownNameError: there is no logger of a name.
+    """
+    several = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
+    names = [each if isinstance(each, Logger) else str(getattr(each, "value", each)) for each in several]
+    found: list[str | Logger] = ["tensorboard", "csv"] if "all" in names else [*names]
+    for name in found:
+        if isinstance(name, str):
+            LOGGERS.load(name)
+    return found

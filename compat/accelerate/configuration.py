@@ -79,10 +79,6 @@ class ProjectConfiguration:
         """The directory of numbered states."""
         return Path(self.project_dir or ".") / "checkpoints"
 
-    def continue_from(self, iteration: int) -> None:
-        """Set the number of the next state."""
-        self.iteration = iteration
-
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set the root, and the root of the trackers' files if there is none."""
         self.project_dir = project_dir

@@ -79,7 +79,7 @@ class NumberedStates:
         if self._fabric.broadcast(path.exists()):
             raise ConfigurationError(f"{path} exists: set project_configuration.iteration to a new number.")
         self._save(path)
-        self._project.continue_from(self._project.iteration + 1)
+        self._project.iteration += 1
         if self._fabric.is_global_zero and self._project.total_limit is not None:
             for old in self._numbered()[: -self._project.total_limit or None]:
                 shutil.rmtree(old)
@@ -106,7 +106,7 @@ class NumberedStates:
         self._fabric.load_state(input_dir, without=_missing(self._fabric.modules, models))
         number = _NUMBERED.fullmatch(Path(input_dir).name)
         if self._project.automatic_checkpoint_naming and number:
-            self._project.continue_from(int(number[1]) + 1)
+            self._project.iteration = int(number[1]) + 1
 
     def _save(self, path: str | os.PathLike[str]) -> None:
         models = self._fabric.modules

@@ -24,8 +24,6 @@ from .wording import a_type, counted
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 # The axes whose degrees multiply to the number of ranks.
 _FACTORS = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-# The axes along which ranks read the same data.
-_COPIES = ("cp", "tp", "pp")
 _MOST_NUMBERS = 12
 # Names that other frameworks and papers use for the axes.
 _OTHER_NAMES = {

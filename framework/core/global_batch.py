@@ -8,7 +8,6 @@ from typing import Any
 
 from .errors import ConfigurationError, is_count
 
-AUTO = "auto"
 _AUTO_FROM = re.compile(r"auto(?::([1-9][0-9]*))?")
 
 

@@ -16,6 +16,7 @@ IGNORED = -100
 """The label of a token that is not a target, as ``cross_entropy`` has it."""
 PADDING = -1
 """The document number of padding."""
+_MOST_OPEN = 16
 
 Piece = tuple[Tensor, Tensor]
 """Tokens and labels of a document or of a part of it, each of shape ``[tokens]``."""
@@ -146,11 +147,10 @@ class Filler:
     is given out.
     """
 
-    def __init__(self, length: int, bins: list[list[Piece]] | None = None, most_open: int = 16) -> None:
+    def __init__(self, length: int, bins: list[list[Piece]] | None = None) -> None:
         """``bins``: the open sequences of an earlier one."""
         self.bins: list[list[Piece]] = [] if bins is None else bins
         self._length = length
-        self._most_open = most_open
 
     def add(self, document: Piece) -> None:
         """Put a document into an open sequence."""
@@ -170,7 +170,7 @@ class Filler:
         fullest = max(range(len(self.bins)), key=lambda each: self._size(self.bins[each]), default=None)
         if fullest is None:
             return None
-        is_due = at_end or len(self.bins) > self._most_open or self._size(self.bins[fullest]) == self._length
+        is_due = at_end or len(self.bins) > _MOST_OPEN or self._size(self.bins[fullest]) == self._length
         return self.bins.pop(fullest) if is_due else None
 
     @staticmethod

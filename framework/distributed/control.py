@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..core.errors import DesyncError, did_you_mean
-from .control_vector import NUMBERS, ControlVector, NameTable, NoNames, NoTally, Tally
 from .straggler import Pace
 from .world import Pending, World
 
@@ -70,6 +69,84 @@ class Agreement(NamedTuple):
     """Whether every rank had raised a trigger before its window."""
     assures_next: bool = False
     """Whether every rank certainly has the micro-batches of another window of this size."""
+
+
+class NameTable(Protocol):
+    """The metric names that this rank has logged for the end of the epoch."""
+
+    mark: int
+    """A number below 2**20 that differs for different sets of names."""
+
+    def epoch_names(self) -> list[str]: ...
+
+
+class NoNames:
+    """A table without names."""
+
+    mark = 0
+
+    def epoch_names(self) -> list[str]:
+        return []
+
+
+class Tally(Protocol):
+    """Numbers of each rank that are summed over the ranks beside those of the control reduction."""
+
+    def unsent(self) -> Sequence[float]:
+        """Return this rank's numbers since the last call, as many on every rank."""
+        ...
+
+    def receive(self, totals: Sequence[float]) -> None:
+        """Take the sums over the ranks."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """Record how long this rank has waited for a control reduction."""
+        ...
+
+
+class NoTally:
+    """A tally without numbers."""
+
+    def unsent(self) -> Sequence[float]:
+        return ()
+
+    def receive(self, totals: Sequence[float]) -> None:
+        pass
+
+    def waited(self, seconds: float) -> None:
+        pass
+
+
+class ControlVector(NamedTuple):
+    """The numbers that ranks sum for each optimizer step, beside those of a ``Tally``. The sums of a number and of its
+    square show whether ranks agree.
+
+    For ``n`` numbers, ``n * sum(x*x) == sum(x)**2`` holds exactly if all are equal.
+    """
+
+    weight: float
+    """Sum of the weights of this rank's micro-batches."""
+    batches: float
+    """Micro-batches of this rank's window."""
+    batches_squared: float
+    has_data: float
+    """1 where this rank has a micro-batch."""
+    has_raised: float
+    """1 where this rank has raised a trigger."""
+    assures_next: float
+    """1 where this rank certainly has the micro-batches of another window of this size."""
+    step: float
+    step_squared: float
+    names: float
+    """A hash of the names that were logged for the end of the epoch."""
+    names_squared: float
+    own_seconds: float
+    """Seconds per step that this rank computes without waiting for other ranks; used to detect stragglers."""
+    own_seconds_squared: float
+
+
+_NUMBERS = len(ControlVector._fields)
 
 
 class Triggers:
@@ -212,9 +289,9 @@ class Triggers:
         numbers = self._launched[0].wait()
         if share:
             self.tally.waited((time.perf_counter() - began) / share)
-        total, size = ControlVector(*numbers[:NUMBERS]), self.world.size
+        total, size = ControlVector(*numbers[:_NUMBERS]), self.world.size
         self._read = total
-        self.tally.receive(numbers[NUMBERS:])
+        self.tally.receive(numbers[_NUMBERS:])
         equal = size * total.batches_squared == total.batches * total.batches
         return Agreement(
             total.weight,

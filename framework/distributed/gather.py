@@ -127,16 +127,10 @@ def _gather_tensor(world: World, tensor: Tensor, described: Sequence[tuple[str, 
         if own:
             padded[:own] = tensor[:own]
         tensor = padded
-    gathered = _all_gather(world, tensor)
+    gathered = world.all_gather(tensor)
     if all(count == most for count in rows):
         return gathered.flatten(0, 1)
     return torch.cat([part[:count] for part, count in zip(gathered, rows, strict=True)])
-
-
-def _all_gather(world: World, tensor: Tensor) -> Tensor:
-    if tensor.dtype is torch.bool:
-        return world.all_gather(tensor.view(torch.uint8)).view(torch.bool)
-    return world.all_gather(tensor)
 
 
 def stack_tensors(world: World, data: Any, with_gradient: bool, device: torch.device) -> Any:

@@ -34,10 +34,6 @@ class Pace:
         self._pause = FIRST_PAUSE
         self._next = 0
 
-    def count_forward(self, counts: bool) -> None:
-        """Count the forward pass as computation, unless it contains collectives and so waits for other ranks."""
-        self.forward_counts = counts
-
     def updated(self) -> None:
         """Record the end of an update."""
         now = time.perf_counter()

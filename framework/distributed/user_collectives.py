@@ -140,7 +140,7 @@ def _gather_flat(
     world: World, tensor: Tensor, described: list[tuple[tuple[int, ...], str]], with_gradient: bool
 ) -> list[Tensor]:
     """Return the tensors of all ranks, padded to the largest on the way if their shapes differ. Collective."""
-    gather = _with_gradient if with_gradient and tensor.requires_grad else _without_gradient
+    gather = _with_gradient if with_gradient and tensor.requires_grad else World.all_gather
     if all(each == described[0] for each in described):
         return list(gather(world, tensor).unbind())
     sizes = [torch.Size(shape).numel() for shape, _ in described]
@@ -161,12 +161,6 @@ def reduce_tensors(tensors: list[Tensor], op: str) -> Tensor:
     if op in ("min", "max"):
         return stacked.amin(0) if op == "min" else stacked.amax(0)
     return stacked.mean(0) if op == "mean" else stacked.sum(0, dtype=stacked.dtype)
-
-
-def _without_gradient(world: World, tensor: Tensor) -> Tensor:
-    if tensor.dtype is torch.bool:
-        return world.all_gather(tensor.view(torch.uint8)).view(torch.bool)
-    return world.all_gather(tensor)
 
 
 def _with_gradient(world: World, tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.degrees import Layout
-from ..core.errors import ConfigurationError, unknown
+from ..core.errors import ConfigurationError, LoopError, unknown
 from ..system.environment import environment_placement, own_records, variables_set
 from ..system.launcher_env import Placement
-from .attendance import Attendance
 from .devices import share_cores, take_device
 from .groups_aside import is_rehearsed, refuse_aside
 from .node_board import share_board
@@ -93,6 +92,37 @@ def placement(num_nodes: int = 1) -> Placement:
         return read
     local_size = max(1, size // num_nodes)
     return Placement(rank, size, rank % local_size, local_size, rank // local_size, num_nodes)
+
+
+class Attendance:
+    """Whether this rank has values for the collectives that the user's code calls; ``user_collectives`` reads it."""
+
+    def __init__(self) -> None:
+        self.varies = False
+        """Whether steps of a Trainer run: ranks may have different numbers of batches."""
+        self.counts = True
+        """Whether the values of this rank count. They do not while it runs a filler batch."""
+        self.was_called = False
+        """Whether the user's code has called a collective since this was last reset."""
+        self._refusal = ""
+
+    @contextlib.contextmanager
+    def refusing(self, reason: str) -> Generator[None, None, None]:
+        """Refuse collectives of the user's code within the context; ``reason`` follows the name of the collective."""
+        self._refusal = reason
+        try:
+            yield
+        finally:
+            self._refusal = ""
+
+    def check(self, name: str) -> None:
+        """Raise for a collective that is refused now.
+
+        Raises:
+            LoopError: the ranks cannot call it together here.
+        """
+        if self._refusal:
+            raise LoopError(f"{name} {self._refusal}")
 
 
 class World:
@@ -250,6 +280,9 @@ class World:
         """Return the tensors of all ranks, [size, *shape]; all must have the same shape. Collective."""
         if self.size == 1:
             return tensor.unsqueeze(0)
+        if tensor.dtype is torch.bool:
+            # gloo sends none.
+            return self.all_gather(tensor.view(torch.uint8)).view(torch.bool)
         gathered = tensor.new_empty((self.size, *tensor.shape))
         dist.all_gather(list(gathered.unbind()), tensor.detach().contiguous(), group=self._group_for(tensor))
         return gathered

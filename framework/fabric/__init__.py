@@ -9,7 +9,6 @@ from ..core.lazy_exports import on_call
 if TYPE_CHECKING:
     from .contents import (
         contents_of as contents_of,
-        is_stateful as is_stateful,
         parameter_names as parameter_names,
         snapshot_of as snapshot_of,
     )
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from .weight_files import publish_weights as publish_weights, read_weights as read_weights
 
 _HOMES = {
-    ".contents": "contents_of is_stateful parameter_names snapshot_of",
+    ".contents": "contents_of parameter_names snapshot_of",
     ".loading": "compare restore",
     ".weight_files": "publish_weights read_weights",
 }

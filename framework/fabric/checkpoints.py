@@ -15,12 +15,13 @@ from ..checkpoint import decode, held, save
 from ..checkpoint.reader import open_on_all_ranks
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.wording import a_type, counted
+from ..data.stateful_loader import is_stateful
 from ..distributed.collective_errors import on_all_ranks
 from ..distributed.seed import capture, restore as restore_generators
 from ..parallel.parameter_names import renamed
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
-from . import compare, contents_of, is_stateful, parameter_names, read_weights, restore, snapshot_of
+from . import compare, contents_of, parameter_names, read_weights, restore, snapshot_of
 from .collectives import Ranks
 from .contents import Contents, Filter
 from .loading import Fits, Saved
@@ -145,27 +146,22 @@ class Checkpoints:
                 )
         self._registered += objects
 
-    def save_state(self, output_dir: Location, without: Sequence[nn.Module]) -> None:
-        """Save all objects and every rank's random generators; see ``Fabric.save_state``. Collective."""
-        self.save_everything(output_dir, {}, without)
-
-    def save_everything(
+    def save_state(
         self,
         path: Location,
         values: Mapping[str, Any],
         without: Sequence[nn.Module] = (),
         nodes: NodeFolders | None = None,
     ) -> None:
-        """Save what ``save_state`` does, and plain values; ``nodes``: see ``writer.save``. Collective."""
+        """Save all objects, every rank's random generators and plain values; see ``Fabric.save_state``. Collective.
+
+        ``nodes``: see ``writer.save``.
+        """
         state = {**self._everything(without), **({_VALUES: dict(values)} if values else {})}
         self.save(path, state, {}, {"random": capture()}, nodes)
 
-    def load_state(self, input_dir: Location, without: Sequence[nn.Module]) -> None:
-        """Load what ``save_state`` saved; see ``Fabric.load_state``. Collective."""
-        self.load_everything(input_dir, {}, without)
-
-    def load_everything(self, path: Location, values: dict[str, Any], without: Sequence[nn.Module] = ()) -> None:
-        """Load what ``save_everything`` saved, and update ``values``. Collective.
+    def load_state(self, path: Location, values: dict[str, Any], without: Sequence[nn.Module] = ()) -> None:
+        """Load what ``save_state`` saved, and update ``values``. Collective.
 
         Raises:
             CheckpointError: the checkpoint does not match. Raised before anything has changed.

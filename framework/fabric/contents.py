@@ -13,6 +13,7 @@ from ..checkpoint.codec import encode, encode_inline
 from ..checkpoint.write_plan import CheckpointContents, Shard
 from ..core.errors import ConfigurationError, unknown
 from ..core.torch_internals import tree_map
+from ..data.stateful_loader import is_stateful
 from ..distributed.world import World
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.parameter_names import buffer_names, names_of
@@ -98,11 +99,6 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
     """Return the original of a set-up optimizer, any other as it is."""
     original: Optimizer = optimizer.optimizer if type(optimizer) is FabricOptimizer else optimizer
     return original
-
-
-def is_stateful(value: Any) -> bool:
-    """Return whether a value has ``state_dict`` and ``load_state_dict``."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def parameter_names(contents: Contents, others: Iterable[nn.Module]) -> dict[int, str]:

@@ -1003,7 +1003,7 @@ class Fabric(RankProperties):
             output_dir: the checkpoint's directory.
             without: modules whose weights are not saved.
         """
-        self._checkpoints.save_state(output_dir, without)
+        self._checkpoints.save_state(output_dir, {}, without)
 
     @names_arguments
     def load_state(self, input_dir: Location, without: Sequence[nn.Module] = ()) -> None:
@@ -1016,7 +1016,7 @@ class Fabric(RankProperties):
         Raises:
             CheckpointError: the checkpoint does not match. Raised before anything has changed.
         """
-        self._checkpoints.load_state(input_dir, without)
+        self._checkpoints.load_state(input_dir, {}, without)
 
     @names_arguments
     def load_snapshot(self, values: dict[str, Any] | None = None) -> bool:

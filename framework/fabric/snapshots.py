@@ -47,7 +47,7 @@ class Snapshots:
         self._open()
         if self._found is None:
             return False
-        self._checkpoints.load_everything(self._found, {} if values is None else values)
+        self._checkpoints.load_state(self._found, {} if values is None else values)
         self._last_step = self._prepared.updates
         self._mark()
         return True
@@ -73,7 +73,7 @@ class Snapshots:
         if nodes.leads:
             shutil.rmtree(path, ignore_errors=True)
         try:
-            self._checkpoints.save_everything(path, values or {}, nodes=nodes)
+            self._checkpoints.save_state(path, values or {}, nodes=nodes)
         except StorageError as error:
             interval.stop()
             if world.is_global_zero:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,13 @@ from ..pretrained.saving import publish_folder, sync_files
 from ..resume.capture import live_weights
 from ..system.atomic_directories import remove_tree
 from ..system.atomic_files import absolute, hidden_sibling, make_directory, refuse_existing
-from .adapter_base import offline_base
-from .adapter_merge import merged_model
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
+
+
+_CONFIG = "config.json"
+"""The file of a base in which peft reads whether the vocabulary was resized."""
 
 
 @names_arguments
@@ -157,7 +160,7 @@ def _adapter_keys(model: Any, shards: Mapping[str, Shard], adapter: str) -> dict
         for part in model.modules():
             # peft asks parts for the names in their state_dict. A strategy that shards them refuses to give the values.
             names_only.callback(replace_method(part, "state_dict", partial(part.state_dict, keep_vars=True)))
-        names_only.enter_context(offline_base(model.peft_config[adapter]))
+        names_only.enter_context(_offline_base(model.peft_config[adapter]))
         found = get_peft_model_state_dict(model, stand_ins, adapter_name=adapter, save_embedding_layers="auto")
     if any(id(tensor) not in by_id for tensor in found.values()):
         raise ConfigurationError(
@@ -181,7 +184,7 @@ def _write_adapter(
 
 
 def _write_merged(model: Any, adapter: str, tensors: dict[str, Tensor], directory: Path) -> None:
-    merged_model(model, adapter, tensors).save_pretrained(str(directory))
+    _merged_model(model, adapter, tensors).save_pretrained(str(directory))
 
 
 def _publish(target: Path, write: Callable[[Path], None]) -> Path:
@@ -197,3 +200,89 @@ def _publish(target: Path, write: Callable[[Path], None]) -> Path:
             remove_tree(temporary)
         raise
     return target
+
+
+# ---- the base -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _offline_base(config: Any) -> Iterator[None]:
+    """Let a ``PeftConfig`` name the base's folder on this machine, or none, so that peft uses no network."""
+    given = config.base_model_name_or_path
+    config.base_model_name_or_path = _folder_of(given)
+    try:
+        yield
+    finally:
+        config.base_model_name_or_path = given
+
+
+def _folder_of(name: str | None) -> str | None:
+    if not name or (Path(name) / _CONFIG).is_file():
+        return name
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, _CONFIG)
+    except HFValidationError:  # a folder that is no longer there
+        return None
+    return str(Path(cached).parent) if isinstance(cached, str) else None
+
+
+def _merged_model(model: Any, adapter: str, weights: dict[str, Tensor]) -> Any:
+    """Return the base of a peft model, in which one adapter is merged.
+
+    The model itself is not changed, and may be sharded: a second one is built on the meta device and gets the weights.
+
+    Args:
+        model: the peft model.
+        adapter: the name of the adapter to merge.
+        weights: the full tensors of the model's state by canonical name, on the CPU; they are taken out.
+
+    Raises:
+        ConfigurationError: the base is not a model of transformers, a layer with an adapter is tied to another layer,
+            or peft cannot merge adapters of this kind.
+    """
+    from peft import get_peft_model
+
+    _refuse_tied_layers(model)
+    base = model.get_base_model()
+    if not hasattr(base, "config") or not hasattr(type(base), "_from_config"):
+        raise ConfigurationError(
+            f"merge=True builds the base again from its config, and {type(base).__name__} is not a model of "
+            "transformers: merge it in its own code, from the weights of trainer.export."
+        )
+    with torch.device("meta"):
+        fresh = type(base)._from_config(base.config)
+        # With every adapter: the layers of each have names of their own.
+        (first, config), *others = model.peft_config.items()
+        rebuilt = get_peft_model(fresh, config, adapter_name=first, low_cpu_mem_usage=True)
+        for name, other in others:
+            rebuilt.add_adapter(name, other, low_cpu_mem_usage=True)
+    # Merging changes weights in place, and those of a model on the CPU may be the ones given.
+    own = {name: weights.pop(name).clone() for name in rebuilt.state_dict()}
+    rebuilt.load_state_dict(own, strict=True, assign=True)
+    # Each tied name got a tensor of its own.
+    rebuilt.get_base_model().tie_weights()
+    if not hasattr(rebuilt, "merge_and_unload"):
+        raise ConfigurationError(
+            f"merge=True: peft cannot merge adapters of {type(model.peft_config[adapter]).__name__} into a base."
+        )
+    try:
+        merged = rebuilt.merge_and_unload(adapter_names=[adapter])
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(f"merge=True: peft cannot merge the adapter {adapter!r}: {error}") from error
+    if getattr(base, "generation_config", None) is not None:
+        merged.generation_config = base.generation_config
+    return merged
+
+
+def _refuse_tied_layers(model: Any) -> None:
+    tied = tied_names(model)
+    uses = Counter(tied.values())
+    shared = next((name for name in tied if name.endswith(".base_layer.weight") and uses[tied[name]] > 1), None)
+    if shared is not None:
+        raise ConfigurationError(
+            f"merge=True: {shared} is tied to another layer, which would be changed as well: write the adapter without "
+            "merge=True."
+        )

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..api.train_module import TrainModule
 from ..core.arguments import names_arguments
-from ..core.errors import LoopError
+from ..core.errors import ConfigurationError, DataError, LoopError
 from ..parallel.sequence_part import SequencePart
 from .model_config import (
     build_model,
@@ -24,10 +24,10 @@ from .model_config import (
     predicts_tokens,
     refuse_adapters,
 )
-from .sequence_parts import causal_part
 
 IGNORED = -100
 """The label of tokens that a loss does not count, in transformers and its data collators."""
+_CUT = ("input_ids", "labels", "attention_mask")
 
 
 class TransformersModule(TrainModule):
@@ -116,7 +116,7 @@ class TransformersModule(TrainModule):
 
     def cut_sequences(self, batch: Any, part: SequencePart) -> Any:
         """Return this rank's part of a batch of a model that predicts the next token."""
-        return causal_part(self.model, batch, part, IGNORED) if part.cuts else batch
+        return _causal_part(self.model, batch, part) if part.cuts else batch
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log it as ``train_loss``."""
@@ -189,3 +189,33 @@ class TransformersModule(TrainModule):
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler, "warmup": self.warmup}
+
+
+def _causal_part(model: Any, batch: Mapping[str, Any], part: SequencePart) -> dict[str, Tensor]:
+    """Return this rank's part of a batch: tokens, their positions, and labels that are shifted already.
+
+    Raises:
+        ConfigurationError: the model does not predict the next token.
+        DataError: the batch has other entries, or padding at the start.
+    """
+    if not predicts_next_token(model):
+        raise ConfigurationError(
+            f"parallel={{'cp': {part.size}}} with {type(model).__name__}: TransformersModule cuts the sequences of "
+            "models that predict the next token. Derive a class that overrides cut_sequences, or leave cp out."
+        )
+    others = [name for name in batch if name not in _CUT]
+    if others or "labels" not in batch:
+        raise DataError(
+            f"a batch with {', '.join(batch)}: TransformersModule cuts {', '.join(_CUT)}, and needs labels. Leave "
+            "other entries out, or derive a class that overrides cut_sequences."
+        )
+    mask = batch.get("attention_mask")
+    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise DataError(
+            "a batch whose attention_mask begins with padding: under parallel={'cp': ...} sequences are padded at the "
+            "end, where causal attention needs no mask. Set tokenizer.padding_side = 'right'."
+        )
+    tokens, labels = batch["input_ids"], batch["labels"]
+    targets = part(torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1))
+    positions = part.positions(tokens).expand(len(tokens), -1)
+    return {"input_ids": part(tokens), "position_ids": positions, "labels": targets, "shift_labels": targets}

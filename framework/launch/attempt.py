@@ -86,10 +86,6 @@ class Attempt:
         """Return a rank by its number."""
         return self.ranks[rank - self._first_rank]
 
-    def receive(self, signum: signal.Signals) -> None:
-        """Record the shutdown signal that the supervisor itself received."""
-        self.received = signum
-
     def poll(self) -> list[RankProcess]:
         """Check all processes; return the ranks that have ended since the last call."""
         ended = [rank for rank in self.ranks if rank.poll()]

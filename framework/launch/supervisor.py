@@ -82,7 +82,7 @@ class Supervisor:
         before, self._attempt = self._attempt, Attempt(directory, first_rank)
         if before.received is not None:
             # Read after the new attempt is in place: a signal that arrives in between must not be lost.
-            self._attempt.receive(before.received)
+            self._attempt.received = before.received
         self._stall = None
         # Limits are learned again: after a restart the first steps are slow, as they compile and fill caches.
         self._detector = StallDetector(self._attempt.heartbeats)
@@ -193,7 +193,7 @@ class Supervisor:
             return
         # Ctrl-C after SIGTERM still interrupts; SIGTERM after Ctrl-C is only forwarded.
         if signum == signal.SIGINT or (signum == signal.SIGTERM and received is None):
-            self._attempt.receive(signal.Signals(signum))
+            self._attempt.received = signal.Signals(signum)
             self._deadline = time.monotonic() + PREEMPT_SECONDS
         # Ctrl-C in a terminal has reached the ranks already; they count two within a second as one (signals.py).
         for rank in self._attempt.ranks:

@@ -52,18 +52,12 @@ class StatisticsPass:
         layers = batch_norms(module)
         wanted = average.settings.statistics_batches
         limit = min((n for n in (wanted, self.limit) if n is not None), default=None)
-        try:
-            average.swap_in(share_buffers=False)
+        with average.in_module(share_buffers=False):
             with isolated(module, keep_buffers=False), torch.no_grad(), _gathering(module, layers):
                 count = self._feed(limit, layers)
                 statistics = self._agreed(layers, count)
-        except BaseException:
-            if not average.needs_all_ranks:
-                average.swap_out()
-            raise
-        if statistics:
-            average.keep_buffers(statistics)
-        average.swap_out()
+            if statistics:
+                average.keep_buffers(statistics)
 
     def _feed(self, limit: int | None, layers: dict[str, BatchNorm]) -> int:
         """Run this rank's batches and return their number. Collective if forward passes contain collectives."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import parameters_of
 from ..data.accumulation_window import MicroBatches
-from ..parallel.window_passes import WindowPasses
+from ..parallel.strategy import WindowPasses
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD
 from .automatic_step import AutomaticStep

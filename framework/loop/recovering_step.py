@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 from ..core.errors import ConfigurationError, LoopError, add_hint
 from ..core.optimizer_config import parameters_of
 from ..core.wording import counted
-from ..data.accumulation_window import MicroBatches, Window
-from ..data.repeatable_windows import RepeatableWindows
+from ..data.accumulation_window import MicroBatches, RepeatableWindows, Window
 from ..diagnostics.out_of_memory import is_out_of_memory
 from ..distributed.control import Signal
 from ..distributed.devices import empty_caches

@@ -10,7 +10,7 @@ from ..diagnostics.loss_checks import LossChecks
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
 from ..distributed.control import Signal
 from ..parallel.strategy import StepFunction
-from ..profiling.sample_count import SampleCount
+from ..profiling.meter import SampleCount
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from .compiled_flops import counted_step
@@ -62,7 +62,7 @@ class TrainingStep:
         self.flop_count = run.meter.flop_count
         self.counted_windows = 1
         self.pace = run.triggers.pace
-        self.pace.count_forward(not self.strategy.traits.forward_has_collectives)
+        self.pace.forward_counts = not self.strategy.traits.forward_has_collectives
 
     def routed(self, training: bool = True) -> StepFunction:
         """Return the user's step in the precision's context, routed through the strategy."""
@@ -111,7 +111,7 @@ class TrainingStep:
         self.meter.note_flops()
         self.counted_windows -= 1
         if not self.counted_windows:
-            self.meter.end_flop_count()
+            self.meter.flop_count = None
             self.flop_count = None
             self.forward = self.routed()
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ..core.errors import ConfigurationError, StorageError
 from ..storage.cached_url import local_place
-from .hparams_text import as_yaml
+from .hparams_text import as_mapping, as_yaml
 from .logger import Logger
 
 _DEFAULT_NAME = "phalanx_logs"
@@ -52,6 +52,7 @@ class FileLogger(Logger):
         self._expected = (os.curdir, _DEFAULT_NAME)
         self._version: int | str | None = version
         self._hparams: dict[str, Any] = {}
+        self._next_step = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy opens files and threads of its own.
@@ -141,9 +142,23 @@ class FileLogger(Logger):
             raise StorageError(f"The log directory {str(directory)!r} cannot be created: {error}.") from error
         return directory
 
-    def _write_hparams(self, params: Mapping[str, Any]) -> None:
-        self._hparams.update(params)
+    def _write_hparams(self, params: Any) -> dict[str, Any]:
+        """Add hyperparameters to their file; return them as a mapping."""
+        added = as_mapping(params)
+        self._hparams.update(added)
         (self._make_log_dir() / self.NAME_HPARAMS_FILE).write_text(as_yaml(self._hparams), encoding="utf-8")
+        return added
+
+    def _count_step(self, step: int | None) -> int:
+        """Return the step of a record, by default the one after the last."""
+        step = self._next_step if step is None else step
+        self._next_step = step + 1
+        return step
+
+    def _has_own_files(self, state: Mapping[str, Any]) -> bool:
+        """Whether the files here are those of a state."""
+        # A directory that the user chose may contain another run's files by now.
+        return self._fixed_save_dir is None or state.get("directory") == self.log_dir
 
     def _with_prefix(self, key: str) -> str:
         return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{key}" if self._prefix else key

@@ -138,6 +138,7 @@ class Entry:
         self.index = 0
         """The position of the newest value in the scope."""
         self.metric: Any = None
+        """A torchmetrics ``Metric`` from which the epoch value is taken, and not from the sums."""
         self.values: list[float] = []
         self.weights: list[float] = []
         self.extreme: float | None = None
@@ -149,10 +150,6 @@ class Entry:
         self.flags = flags
         self.has_default_flags = flags == _DEFAULT_FLAGS
         return self
-
-    def log_metric(self, metric: Any) -> None:
-        """Take the epoch value from a torchmetrics ``Metric`` instead of from the sums."""
-        self.metric = metric
 
     # ---- names ----------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def load_entries(scopes: Scopes, module: nn.Module | None, states: Sequence[Mapp
         if scope.latest[entry.index] is None:
             scope.latest[entry.index] = item.get("last")
         if item.get("metric") is not None and module is not None:
-            entry.log_metric(module.get_submodule(item["metric"]))
+            entry.metric = module.get_submodule(item["metric"])
     if module is not None:
         load_metric_states(module, *[state["metrics"] for state in states])
 
@@ -250,7 +250,7 @@ class MetricLog:
         if isinstance(value, Tensor) and not value.is_cpu:
             self._keep_on_device(key, value, batch_size)
         elif is_metric(value):
-            entry.log_metric(value)
+            entry.metric = value
             if entry.on_step:
                 self._latest[entry.index] = value._forward_cache
         else:

@@ -32,12 +32,13 @@ def whole_tensors(shards: Mapping[str, Shard], world: World) -> Iterator[tuple[s
             continue
         # If several ranks hold the same piece, the first one adds it.
         shard = shards.get(name) if boxes.index(boxes[world.rank]) == world.rank else None
-        whole = _assembled(shard, shape, dtype, world)
+        whole = assembled(shard, shape, dtype, world)
         if world.is_global_zero:
             yield name, whole.cpu()
 
 
-def _assembled(shard: Shard | None, shape: tuple[int, ...], dtype: torch.dtype, world: World) -> Tensor:
+def assembled(shard: Shard | None, shape: tuple[int, ...], dtype: torch.dtype, world: World) -> Tensor:
+    """Return the full tensor, in ``dtype``, of which each rank has one shard or none. Collective."""
     is_number = dtype.is_floating_point or dtype.is_complex
     kept = torch.promote_types(dtype, torch.float32) if is_number else torch.int64
     whole = torch.zeros(shape, dtype=kept, device=world.device)

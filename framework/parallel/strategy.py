@@ -5,7 +5,11 @@ phalanx reads its properties as data (``Traits``) and never checks a strategy's 
 replaced: a strategy that needs a wrapper wraps a ``StepAdapter``, whose ``forward`` calls the step passed to it.
 
 A strategy has two companions: ``gradients`` for operations between backward and update, and ``state`` for checkpoints.
-Their base classes suit a strategy that holds the full model on every rank.
+Their base classes suit a strategy that holds the full model on every rank. A strategy may have two more:
+``Recovery``, for windows that are repeated where memory was short, and ``WindowPasses``, which runs the passes of a
+window together. A pipeline works on several micro-batches at a time, and divides the model over ranks: only some of
+them see the output of the user's step. The training loop prepares the micro-batches of a window, hands them over, and
+updates afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.absent_names import lacks
-from ..core.arguments import NamesArguments
+from ..core.arguments import NamesArguments, NoArguments
 from ..core.degrees import Degrees, listed
 from ..core.errors import ConfigurationError
 from ..core.foreign_names import MEMBERS
@@ -32,10 +36,8 @@ from ..distributed.world import World
 from .canonical_state import CanonicalState
 from .gradient_operations import FullGradients, GradientOperations
 from .meta_device import fill_from_rank_zero, move_others
-from .recovery import Recovery
 from .sequence_part import SequencePart
 from .step_flags import StepFlags
-from .window_passes import WindowPasses
 
 StepFunction = Callable[..., Any]
 
@@ -84,6 +86,100 @@ class Traits:
     def replicates(self) -> bool:
         """Whether every rank holds the full state, so that rank 0 alone can write it."""
         return not self.shards_state
+
+
+# ---- companions that few strategies need -----------------------------------------------------------------------------
+
+Repeat = Callable[[Optimizer, Callable[[], Any]], Any]
+"""Calls a function that steps an optimizer, a second time if it ran out of memory before it had changed anything."""
+
+
+class Recovery(NoArguments):
+    """Base class, for strategies whose passes and updates contain no collective after a set-up for ``REPEATED``."""
+
+    def begin_pass(self) -> None:
+        """Begin the forward and backward pass of a micro-batch."""
+
+    def end_pass(self) -> None:
+        """End a pass that had enough memory on this rank."""
+
+    def join(self) -> None:
+        """Call the collectives of a pass that this rank has not called since it ran out of memory. Collective.
+
+        It is called in place of ``end_pass``, and for every pass that follows in the window.
+        """
+
+    def end_window(self) -> None:
+        """Note that no rank has run out of memory in the window. On all ranks."""
+
+    def refresh(self) -> None:
+        """Note that the passes may change from now on. On all ranks."""
+
+    def update(self, optimizer: Optimizer, step: Callable[[], bool], repeat: Repeat) -> bool:
+        """Apply an update; repeat the part of it that contains no collective. Collective.
+
+        Args:
+            optimizer: the user's optimizer.
+            step: applies the update, and returns whether it was applied.
+            repeat: see ``Repeat``.
+        """
+        return bool(repeat(optimizer, step))
+
+
+@dataclass(frozen=True)
+class Window:
+    """The micro-batches of this rank in one accumulation window."""
+
+    number: int
+    """The number of the window since the start of training, the same on all ranks and after a resumption."""
+    batches: Sequence[Any]
+    """The micro-batches, on the device; at least one."""
+    step: Callable[[int], Any]
+    """Runs the user's step on the micro-batch at a position, and returns its output. It may run several times."""
+    finish: Callable[[int, Any], Tensor | None]
+    """Takes the position of a micro-batch and the output of its step, and returns the loss for the backward pass,
+    weighted and scaled; None if the micro-batch has none. It is called once for each position, on the ranks with
+    ``computes_losses``, in any order."""
+
+
+class WindowPasses(NoArguments, ABC):
+    """Runs the forward and backward passes of windows; base class. Gradients add up in ``parameter.grad``."""
+
+    computes_losses: bool = True
+    """Whether this rank sees the outputs of the user's step. Known after ``Strategy.setup``."""
+
+    def remark(self, sizes: Sequence[int], what: str) -> str | None:
+        """Return a sentence on windows that leave ranks idle, to be shown once at the start of a fit; None without any.
+
+        Args:
+            sizes: the numbers of micro-batches that windows have.
+            what: the argument that gives them.
+        """
+        return None
+
+    def begin(self) -> None:
+        """Prepare for the passes of a window; called on all ranks, also those without a micro-batch. Collective."""
+
+    @abstractmethod
+    def run(self, window: Window) -> None:
+        """Run all passes of a window, without a reduction over ranks that read other data. Collective.
+
+        Only ranks that read the same data take part; they have the same window.
+        """
+
+    @abstractmethod
+    def share(self, values: Tensor, message: Any = None) -> tuple[Tensor, Any]:
+        """Return values and a message of the rank that computes losses, on those that read the same data. Collective.
+
+        Called after ``run``. What the user's steps kept in attributes on that rank is given to the others too.
+
+        Args:
+            values: numbers; on the other ranks a tensor of the same shape and dtype.
+            message: any object that can be pickled; None, which costs nothing, on the other ranks.
+        """
+
+
+# ---- the contract ---------------------------------------------------------------------------------------------------
 
 
 @lacks(MEMBERS["Strategy"])

@@ -104,11 +104,6 @@ class FileTensor:
         self.shape, self.dtype = shape, DTYPES[code]
         assert ITEM_BYTES[code] == self.dtype.itemsize
 
-    @property
-    def file_name(self) -> str:
-        """The name of the file that holds the tensor."""
-        return self._file.path.name
-
     def read(self) -> Tensor:
         return self.read_flat(0, prod(self.shape)).view(self.shape)
 

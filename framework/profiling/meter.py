@@ -8,10 +8,13 @@ end of the epoch. So every rank knows the sums over all ranks, without a collect
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from ..metrics.log_arguments import batch_items
 from ..system.processes import peak_resident_bytes
 from .device_peaks import device_peak_flops
 from .throughput import Throughput
@@ -59,7 +62,7 @@ class Meter:
     def __init__(self, world: World, unit: str = "samples") -> None:
         self.unit = unit
         self.flop_count: FlopCount | None = None
-        """Counts the FLOPs of the first steps of this rank; None before ``count_flops`` and after those steps."""
+        """Counts the FLOPs of the first steps of this rank; None after those steps, and where nothing is counted."""
         self.flops_per_unit: float | None = None
         """Model FLOPs of a unit, forward and backward; None if they were not counted."""
         self.peak_flops: float | None = None
@@ -151,19 +154,11 @@ class Meter:
             )
         return Counts(self._units, self._seconds, self._data_seconds, self._wait_seconds, self._steps)
 
-    def count_flops(self, count: FlopCount) -> None:
-        """Let the training step enter ``count`` in its first steps."""
-        self.flop_count = count
-
     def note_flops(self) -> None:
         """Set the FLOPs of a unit from those counted so far, the step in progress included."""
         self._flop_units += self.open_units
         flops = None if self.flop_count is None else self.flop_count.total
         self.flops_per_unit = None if flops is None or not self._flop_units else flops / self._flop_units
-
-    def end_flop_count(self) -> None:
-        """Count no more FLOPs."""
-        self.flop_count = None
 
     def use_peak(self, given: float | None, dtype: torch.dtype) -> None:
         """Set the peak of a device: as given, or as known for this device and this dtype of matrix products."""
@@ -222,3 +217,37 @@ class Interval:
             return None
         self._read = self._meter.counts
         return found
+
+
+class SampleCount:
+    """Counts the samples of batches as ``batch_items`` does.
+
+    The place of the first tensor is looked for in the first batch. In batches of the same class it is tried first,
+    which takes a fraction of the time.
+    """
+
+    def __init__(self) -> None:
+        self._class: Any = None
+        self._key: Any = None
+
+    def __call__(self, batch: Any) -> int:
+        """Return the number of samples of a batch."""
+        if batch.__class__ is self._class:
+            try:
+                number: int = batch[self._key].shape[0]
+            except (LookupError, AttributeError, TypeError):
+                pass
+            else:
+                return number
+        return self._look(batch)
+
+    def _look(self, batch: Any) -> int:
+        pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if _is_sequence(batch) else ()
+        key, first = next(iter(pairs), (None, None))
+        if isinstance(first, Tensor) and first.dim():
+            self._class, self._key = type(batch), key
+        return batch_items(batch)
+
+
+def _is_sequence(batch: Any) -> bool:
+    return type(batch) in (list, tuple)

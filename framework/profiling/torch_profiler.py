@@ -12,8 +12,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, record_function, sc
 from ..core.errors import ConfigurationError
 from .profiler import Profiler
 
-_OWN = ("activities", "on_trace_ready")
-
 
 class PyTorchProfiler(Profiler):
     """Trace some steps of a fit with ``torch.profiler.profile``: operations, kernels, and the sections of the fit.

@@ -7,7 +7,7 @@ computes with an average, the live weights are stored separately, and checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,6 +247,21 @@ class Average:
             self._write(self._live_weights)
             self._live_weights = None
 
+    @contextmanager
+    def in_module(self, share_buffers: bool = True) -> Generator[None, None, None]:
+        """Use the averages in the module within the context. Collective.
+
+        After an error on a rank the live weights are restored too, unless that is a collective.
+        """
+        try:
+            self.swap_in(share_buffers)
+            yield
+        except BaseException:
+            if not self.needs_all_ranks:
+                self.swap_out()
+            raise
+        self.swap_out()
+
     def load_into_module(self, tensors: StoredTensors) -> None:
         """Load stored weights and buffers into the module. Collective."""
         put_model(self._strategy, self._module, tensors)
@@ -395,20 +410,9 @@ class Averages:
         finally:
             self.switched.swap_out()
 
-    @contextmanager
-    def _averaged(self) -> Generator[None, None, None]:
+    def _averaged(self) -> AbstractContextManager[None]:
         average = next((one for one in self if one.settings.evaluates and one.count and not one.is_in_module), None)
-        if average is None:
-            yield
-            return
-        try:
-            average.swap_in()
-            yield
-        except BaseException:
-            if not average.needs_all_ranks:
-                average.swap_out()
-            raise
-        average.swap_out()
+        return nullcontext() if average is None else average.in_module()
 
     def keep_in_module(self) -> None:
         """Leave the weights to evaluate in the module permanently, at the end of a fit. Collective."""

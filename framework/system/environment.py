@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,6 @@ from .launcher_env import (
     variables_of,
 )
 from .redaction import hiding
-from .script_overrides import ScriptOverrides
 
 _NVME_PATH = "PHALANX_NVME_PATH"
 _CACHE = "PHALANX_CACHE"
@@ -43,6 +44,18 @@ _TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
 _PROGRESS = "PHALANX_PROGRESS"
 _PROGRESS_CHOICES = ("rich", "plain", "off")
 _OVERRIDES = "PHALANX_OVERRIDES"
+
+
+@dataclass(frozen=True)
+class ScriptOverrides:
+    """Arguments of the Trainer of one script. Other programs that the script starts are not changed."""
+
+    script: str
+    """The absolute path of the script."""
+    trainer: dict[str, Any]
+    """JSON values by the name of the argument."""
+    command: list[str]
+    """The command that has started the script."""
 
 
 def environment_placement(num_nodes: int = 1) -> Placement:
@@ -130,12 +143,16 @@ def override_script(script: str, arguments: Mapping[str, Any]) -> None:
         arguments: JSON values by the name of the argument.
     """
     command = [sys.executable, *sys.orig_argv[1:]]
-    os.environ[_OVERRIDES] = ScriptOverrides(script, dict(arguments), command).text()
+    os.environ[_OVERRIDES] = json.dumps(asdict(ScriptOverrides(script, dict(arguments), command)))
 
 
 def script_overrides() -> ScriptOverrides | None:
     """Return the overrides that ``override_script`` has set for the script of this process, or None."""
-    return ScriptOverrides.read(os.environ.get(_OVERRIDES), getattr(sys.modules.get("__main__"), "__file__", None))
+    text, file = os.environ.get(_OVERRIDES), getattr(sys.modules.get("__main__"), "__file__", None)
+    if not text or file is None:
+        return None
+    found = ScriptOverrides(**json.loads(text))
+    return found if os.path.abspath(file) == found.script else None
 
 
 def adopt_environment(environment: dict[str, str]) -> None:

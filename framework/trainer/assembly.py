@@ -272,9 +272,8 @@ def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
 
 
 def _data(session: Session, run: Run, request: StageRequest) -> Data:
-    shards = session.settings.shards_data
-    keep = session.records.keep_loaders
-    return Data(run.world, request.module, request.datamodule, request.given, session.seed, shards, keep)
+    shards, kept = session.settings.shards_data, session.records.loaders
+    return Data(run.world, request.module, request.datamodule, request.given, session.seed, shards, kept)
 
 
 def _place_model(
@@ -371,7 +370,7 @@ def _attach_step(
     run.meter.use_peak(settings.given.device_peak_flops, run.precision.compute_dtype)
     visible = not any(is_compiled_by_user(part) for part in run.module.modules())
     if not settings.barebones and visible:
-        run.meter.count_flops(FlopCount())
+        run.meter.flop_count = FlopCount()
     step = build_step(run, loop.windows, settings, train_transfer)
     loop.use_step(step, transfer, settings.given.verify_every)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..api.train_module import TrainModule
@@ -14,7 +14,7 @@ from ..distributed.rank_zero_first import first_in_turn
 from ..run.overrides import is_overridden
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from ..api.data_module import DataModule
     from ..core.global_batch import GlobalBatch
@@ -55,8 +55,8 @@ class Data:
     given: dict[str, Any]
     seed: int
     shard: bool
-    keep: Callable[[str, Any], None] | None = None
-    """Called with a stage and its loaders when a source is made from them, for the Trainer's attributes."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """The loaders of each stage that a source was made from, for the Trainer's attributes."""
 
     def provides(self, stage: str) -> bool:
         """Whether there are loaders for a stage, without requesting them."""
@@ -80,8 +80,7 @@ class Data:
             raise ConfigurationError(
                 "train_dataloader() returned None, so there is nothing to train on: return a loader."
             )
-        if self.keep is not None:
-            self.keep("train", loaders)
+        self.kept["train"] = loaders
         return prepare_training(
             loaders,
             rank=self.world.data_rank,
@@ -103,8 +102,8 @@ class Data:
         loaders = self.loaders(stage)
         if loaders is None:
             return []
-        if stage != "train" and self.keep is not None:
-            self.keep(stage, loaders)
+        if stage != "train":
+            self.kept[stage] = loaders
         return prepare_evaluations(
             tree_map(in_order, loaders) if sequential else loaders,
             rank=self.world.data_rank,

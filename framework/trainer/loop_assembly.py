@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.snapshot_slots import AUTO, COPIES
 from ..core.data_spans import from_json
 from ..core.errors import CheckpointError, ConfigurationError
-from ..data.accumulation_window import GlobalWindows, Windows
-from ..data.repeatable_windows import RepeatableWindows
+from ..data.accumulation_window import GlobalWindows, RepeatableWindows, Windows
 from ..launch.rescue import keep_target
 from ..loop import ManualStep
 from ..loop.automatic_step import AutomaticStep

@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigurationError, is_count, unknown
+from ..profiling.advanced_profiler import AdvancedProfiler
+from ..profiling.profiler import PassThroughProfiler, Profiler
+from ..profiling.simple_profiler import SimpleProfiler
+from ..profiling.torch_profiler import PyTorchProfiler
 from ..storage.cached_url import local_place
 
 Limit = int | float
 Rule = Callable[[str, Any], Any]
 """Takes the name and the value of an argument; returns the value to use, or raises ``ConfigurationError``."""
+_PROFILERS: dict[str, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "torch": PyTorchProfiler,
+    "pytorch": PyTorchProfiler,
+}
 
 
 def at_least(least: int) -> Rule:
@@ -129,6 +139,25 @@ def deterministic(name: str, value: Any) -> Any:
     if value not in (None, True, False, "warn"):
         raise ConfigurationError(f"{name}={value!r} must be True, False or 'warn'.")
     return value
+
+
+def resolve_profiler(name: str, given: Any) -> Profiler:
+    """Rule of ``profiler``: a name, an object, or None.
+
+    Raises:
+        UnknownNameError: the name is not known.
+        ConfigurationError: it is another object.
+    """
+    if given is None:
+        return PassThroughProfiler()
+    if isinstance(given, str):
+        if given not in _PROFILERS:
+            raise unknown(name, given, list(_PROFILERS))
+        return _PROFILERS[given]()
+    if not isinstance(given, Profiler):
+        hint = f" Pass an instance: {given.__name__}()." if isinstance(given, type) else ""
+        raise ConfigurationError(f"{name}={given!r} must be None, one of {', '.join(_PROFILERS)}, or a Profiler.{hint}")
+    return given
 
 
 def unsupported(advice: str) -> Rule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..data.repeatable_windows import RepeatableWindows
+from ..data.accumulation_window import RepeatableWindows
 from ..diagnostics.out_of_memory import is_out_of_memory
 from ..launch import launch_script
 from ..launch.restart_policy import memory_of, record_smaller_micro_batch

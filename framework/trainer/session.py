@@ -140,10 +140,6 @@ class Session:
 
     # ---- a stage, from begin to end -------------------------------------------------------------------------------
 
-    def enter(self, stage: str | None) -> None:
-        """Record that a stage was called, or with None that it has returned."""
-        self.in_progress = stage
-
     def begin(self, stage: str, request: StageRequest) -> None:
         """Start a stage with the module and the data of a request."""
         self.state = TrainerState(stage, "running")
@@ -178,10 +174,6 @@ class Session:
         if self.run is not None:
             self.run.seed = seed
 
-    def use_accumulation(self, schedule: AccumulationSchedule) -> None:
-        """Accumulate gradients according to this schedule in the next fit."""
-        self.accumulation = schedule
-
     def use_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Replace the callbacks, to which the module of a stage may add its own."""
         self.callbacks = list(callbacks)
@@ -191,10 +183,6 @@ class Session:
         self.loggers[:] = loggers
         for logger in self.loggers:
             logger.expect(self.directory.root, self.directory.name)
-
-    def finish(self, status: str) -> None:
-        """Record the outcome of the stage."""
-        self.state.status = status
 
     def keep_results(self) -> None:
         """Retain the counters, metrics and optimizers of the current run after its end."""

@@ -19,7 +19,6 @@ from ..launch.signals import check_signals
 from ..launch.spot_notice import AUTO, check_service
 from ..parallel.strategy import Strategy
 from ..profiling.profiler import Profiler
-from ..profiling.resolve import resolve_profiler
 from ..watchdog.heartbeat import StallTimeout, resolve_stall_timeout
 from .rules import (
     Limit,
@@ -36,6 +35,7 @@ from .rules import (
     one_of,
     optional_duration,
     positive_number,
+    resolve_profiler,
     unsupported,
 )
 

@@ -73,10 +73,6 @@ class StageRecords:
             self.ended_fit = None
             self.no_fit = "the last fit ended with an error: resume from its newest checkpoint with ckpt_path='auto'"
 
-    def keep_loaders(self, stage: str, loaders: Any) -> None:
-        """Retain the loaders of a stage."""
-        self.loaders[stage] = loaders
-
     def keep_evaluation(self, plan: EvaluationPlan) -> None:
         """Retain the numbers of batches of an evaluation."""
         self.batches[plan.stage] = rank_batches(plan)

@@ -64,11 +64,11 @@ def _only_stage(session: Session, stage: str) -> Generator[None, None, None]:
             "Trainer runs one stage at a time: call it before or after. Validations during a fit are set with "
             "val_check_interval, and one before its first step with num_sanity_val_steps."
         )
-    session.enter(stage)
+    session.in_progress = stage
     try:
         yield
     finally:
-        session.enter(None)
+        session.in_progress = None
 
 
 # ---- rank 0 alone ----------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _run_in_forked_ranks(session: Session, stage: str, request: StageRequest) ->
             uses_cuda=resources.device_type == "cuda",
         )
     except BaseException:
-        session.finish("interrupted")
+        session.state.status = "interrupted"
         raise
     _restore(session, request, outcome)
     if outcome["interrupted"] is not None:
@@ -188,7 +188,7 @@ def _restore(session: Session, request: StageRequest, outcome: dict[str, Any]) -
         module.load_state_dict(outcome["weights"])
     for name, loaders in request.given.items():
         if loaders is not None:
-            session.records.keep_loaders(name, loaders)
+            session.records.loaders[name] = loaders
     module.use_trainer(session.view)
 
 

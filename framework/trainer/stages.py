@@ -91,7 +91,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
         try:
             yield
             session.heartbeat.enter("teardown")
-            session.finish("finished")
+            session.state.status = "finished"
             if session.run is not None:
                 strategy = session.fabric.strategy
                 strategy.restore(session.run.module)
@@ -99,7 +99,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
             _teardown(session, stage)
         except BaseException as error:
             session.heartbeat.enter("teardown")
-            session.finish("interrupted")
+            session.state.status = "interrupted"
             note_exhausted(session, error)
             add_hints(error, stage, session.run, place.launcher is None)
             own_records().record_pending_error(place.rank, error, hiding_secrets())

@@ -537,7 +537,7 @@ class Trainer(RankProperties):
                 f"an accumulation schedule and {whole} both set how many micro-batches an optimizer step has: leave "
                 "one of them out."
             )
-        self._session.use_accumulation(schedule)
+        self._session.accumulation = schedule
 
     @names_arguments
     def log_metrics(self, metrics: Mapping[str, float]) -> None:

@@ -31,8 +31,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..core.precision import LossScaler
-from ..parallel.strategy import Strategy
-from ..parallel.window_passes import Window, WindowPasses
+from ..parallel.strategy import Strategy, Window, WindowPasses
 from ..parallel.zero_backward import zero_gradients
 
 

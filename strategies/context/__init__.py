@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...framework.core.lazy_exports import on_call
 
 if TYPE_CHECKING:
-    from .parallel import ContextParallel as ContextParallel
+    from .attention import ContextParallel as ContextParallel
 
 # Attention over parts of sequences imports torch's distributed tensors, which take long to load.
-__getattr__ = on_call(__name__, {".parallel": "ContextParallel"})
+__getattr__ = on_call(__name__, {".attention": "ContextParallel"})

@@ -11,18 +11,22 @@ A part of a sequence needs the keys and values of the others. Two ways of bringi
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
+from ...framework.core.degrees import Layout
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.patches import patch
+from ...framework.distributed.world import World
+from ...framework.parallel.sequence_part import SequencePart
+from ...framework.parallel.strategy import StepFunction
 
 _ATTENTION = nn.functional.scaled_dot_product_attention
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -214,3 +218,33 @@ def check_mask(mask: Tensor | None) -> None:
             "scaled_dot_product_attention got attn_mask, and under parallel={'cp': ...} each rank has a part of the "
             "sequences: give is_causal=True, or no mask. Padding at the end needs none: let the loss ignore it."
         )
+
+
+class ContextParallel:
+    """The ranks that share sequences with this one. Constructing it is collective.
+
+    Args:
+        world: the ranks.
+        layout: the number of them along each axis.
+    """
+
+    def __init__(self, world: World, layout: Layout) -> None:
+        names, sizes = ("others", "context", "tensor"), (world.size // (layout.cp * layout.tp), layout.cp, layout.tp)
+        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)["context"]
+        self.part = SequencePart(mesh.get_local_rank(), layout.cp)
+        ring = world.device.type == "cuda"
+        self._compute = RingAttention(mesh) if ring else HeadExchange(mesh.get_group())
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """Return a context in which attention covers full sequences, of which every rank has its part."""
+        # Steps may compute full sequences on every rank, to compare: ``SequencePart.whole``.
+        return RoutedAttention(self._compute) if self.part.size > 1 else nullcontext()
+
+    def routed(self, step: StepFunction) -> StepFunction:
+        """Return a step whose attention covers full sequences."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.attention():
+                return step(*args, **kwargs)
+
+        return run

@@ -102,16 +102,6 @@ def is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def gathered(piece: Tensor, start: int, shape: tuple[int, ...], world: World) -> Tensor:
-    """Return the full tensor of which each rank has a piece of a flattened one, or nothing. Collective."""
-    full = torch.zeros(torch.Size(shape).numel(), dtype=piece.dtype, device=world.device)
-    full.narrow(0, start, piece.numel()).copy_(piece)
-    # Each element has bits other than zero on at most one rank. Added as integers they stay what they are, those of
-    # -0.0 and NaN included; added as floats, -0.0 + 0.0 would be 0.0.
-    world.all_reduce(full.view(torch.int32) if piece.dtype == torch.float32 else full)
-    return full.view(shape)
-
-
 class FlatGroups:
     """The parameter groups of an engine's optimizer: their flat tensors, and the pieces in them."""
 

@@ -25,7 +25,6 @@ from .arguments import ZeroOptions
 from .config import engine_config
 from .engine import Splitter, backend, start_engine, stop_engine, use_local_device
 from .flat_groups import FlatGroups, full_size
-from .late_update import LateUpdate
 from .lent_state import LentState
 from .optimizer import Following, check_one_dtype, engine_optimizer
 from .outputs import OutputAdapter
@@ -44,7 +43,7 @@ from .setup import (
 )
 from .sharded import Gathering, explained, no_copy, refuse_empty_state
 from .state import EngineState
-from .update import EngineUpdate
+from .update import EngineUpdate, LateUpdate
 
 
 class EngineSession:

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.torch_internals import NormWithStatistics
 from ...framework.diagnostics.program_state import ENGINE_ATTRIBUTES
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
+from ...framework.parallel.full_tensors import assembled
 from ...framework.parallel.meta_device import replace_tensors, share_tensors, tensors_of, without_data
 from .engine import Splitter
-from .flat_groups import FlatGroups, Piece, even_piece, full_shape, gathered, is_split, local_piece, partition_of
+from .flat_groups import FlatGroups, Piece, even_piece, full_shape, is_split, local_piece, partition_of
 from .state import EngineState
 
 
@@ -275,10 +277,10 @@ def gather_weights(module: nn.Module, state: EngineState, dtypes: Mapping[int, t
             # In stages 1 and 2 it is a view of the engine's flat tensor, which would stay alive with it.
             parameter.data = parameter.data.clone()
             continue
-        full = gathered(piece.float() if piece.is_floating_point() else piece, start, shape, world)
+        full = assembled(Shard.flat(piece, shape, start), shape, dtype, world)
         parameter.grad = None
         if here:
-            parameter.data = full.to(dtype)
+            parameter.data = full
         else:
             left[id(parameter)] = torch.empty(shape, dtype=dtype, device="meta")
     if left:

@@ -23,6 +23,7 @@ from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState, Slots
+from ...framework.parallel.full_tensors import assembled
 from ...framework.parallel.parameter_names import state_tensors
 from .flat_groups import (
     FlatGroups,
@@ -30,7 +31,6 @@ from .flat_groups import (
     even_piece,
     full_shape,
     full_size,
-    gathered,
     is_flat,
     is_on_disk,
     is_split,
@@ -317,11 +317,11 @@ class EngineState(PartitionedState):
             piece: this rank's piece of it.
             flat_slots: the slots of the group and their dtypes; this rank may lack some.
         """
-        full = {}
+        full, shape = {}, full_shape(piece.parameter)
         with self.groups.opened(number) as (_, own):
             for slot, dtype in flat_slots.items():
                 mine = own[slot].narrow(0, piece.offset, piece.length) if slot in own else torch.empty(0)
-                full[slot] = gathered(mine.float(), piece.start, full_shape(piece.parameter), self.world).to(dtype)
+                full[slot] = assembled(Shard.flat(mine, shape, piece.start), shape, dtype, self.world)
         return full
 
     @torch.no_grad()

@@ -24,19 +24,17 @@ from ...framework.parallel.canonical_state import CanonicalState
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.gradient_operations import GradientOperations
 from ...framework.parallel.meta_device import share_buffers
-from ...framework.parallel.recovery import Recovery
 from ...framework.parallel.step_flags import OrderFlags, StepFlags
-from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
+from ...framework.parallel.strategy import Recovery, Routed, StepFunction, Strategy, Traits
 from ...framework.system.environment import nvme_path
 from ..limits import check_dense
 from .arguments import is_in_memory, resolve_options
 from .config import check_precision, check_settings
-from .late_update import EngineRecovery, LateUpdate
 from .library import require_deepspeed
 from .ops import build_ops, check_build, needed_ops, print_note
 from .session import EngineSession
 from .state import PartitionedState
-from .update import EngineUpdate
+from .update import EngineRecovery, EngineUpdate, LateUpdate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,17 +7,21 @@ is computed in the same way and cached, so that the step does not compute it aga
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError, LoopError
+from ...framework.core.patches import patch
 from ...framework.distributed.world import Pending
 from ...framework.parallel.gradient_operations import GradientOperations, no_clipping_by_value
 from ...framework.parallel.step_flags import RunOrder
+from ...framework.parallel.strategy import Recovery, Repeat
 from ...framework.parallel.use_over_ranks import UseOverRanks
 from .access import LentGradients, engine_runs
 from .flat_groups import full_shape
@@ -413,3 +417,61 @@ def kept_counts(module: nn.Module) -> Iterator[None]:
     for part, found in counts:
         for name, count in found.items():
             setattr(part, name, count)
+
+
+# ---- windows that are repeated when a rank runs out of memory -------------------------------------------------------
+
+
+class LateUpdate(EngineUpdate):
+    """Keeps gradients on each rank until ``reduce``: backward passes contain no collective.
+
+    Every rank adds up the full gradients of a window, and DeepSpeed reduces them once all ranks have agreed to update.
+    So stage 2 stores full gradients until then, as stage 1 does.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.engine.enable_backward_allreduce = False
+        self._stage.keep_gradients()
+        super().sync(False)
+
+    def sync(self, enabled: bool) -> None:
+        """Do nothing: windows end in ``reduce``."""
+
+    def reduce(self) -> None:
+        """Average the gradients of the window over all ranks. Collective."""
+        self.holds_gradients = True
+        super().sync(True)
+        with engine_runs:
+            self._stage.reduce()
+
+    def _close(self) -> None:
+        raise ConfigurationError(
+            "parameter.grad was read before the last backward pass of a window that can be repeated when memory is "
+            "short, where each rank has gradients of its own: read it in on_before_optimizer_step, or leave "
+            "recovery from shortage of memory out."
+        )
+
+    def _begin_window(self) -> None:
+        super()._begin_window()
+        super().sync(False)
+
+
+class EngineRecovery(Recovery):
+    """Repeats the step of the engine's optimizer, before and after which the engine communicates."""
+
+    def __init__(self, update: LateUpdate) -> None:
+        self._update = update
+
+    def update(self, optimizer: Optimizer, step: Callable[[], bool], repeat: Repeat) -> bool:
+        """Apply an update; repeat the hooks and the step of the engine's optimizer if memory is short. Collective."""
+        inner, follow = self._update.zero.optimizer, self._update.follow
+        step_once = inner.step
+
+        def step_or_repeat(*args: Any, **options: Any) -> Any:
+            return repeat(inner, partial(step_once, *args, **options))
+
+        with ExitStack() as patches:
+            patch(patches, inner, "step", step_or_repeat)
+            patch(patches, follow, "before", partial(repeat, inner, follow.before))
+            return step()

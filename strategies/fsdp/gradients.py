@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -48,13 +48,42 @@ class ShardedGradients(GradientOperations):
         (others,) = self._world.control_reduce([not is_finite]).wait()
         return others == 0.0
 
+    @torch.no_grad()
     def norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all gradients, from the ranks' shards in one reduction. Collective."""
-        return whole_norm(parameters, norm_type, self._world, self._copies)
+        """Return the norm of all gradients together, a 0-d tensor, the same on all ranks, in one reduction. Collective.
+
+        It is ``(sum over ranks and elements of |g|^p / copies)^(1/p)``, as ``copies`` ranks hold the same element. Sums
+        are in float64, as a high power would leave the range of float32.
+        """
+        gradients = [(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None]
+        wide = torch.float64 if any(each.dtype == torch.float64 for each, _ in gradients) else torch.float32
+        kept = [(part, self._copies(whole)) for each, whole in gradients if (part := local_of(each)).numel()]
+        device = kept[0][0].device if kept else self._world.device
+        norms = torch.stack(_norms([part for part, _ in kept], norm_type, wide)).double() if kept else None
+        if math.isinf(norm_type):
+            least = norm_type < 0
+            if norms is None:
+                norms = torch.tensor([math.inf if least else 0.0], dtype=torch.float64, device=device)
+            extreme = norms.amin() if least else norms.amax()
+            return self._world.all_reduce(extreme, "min" if least else "max").to(wide)
+        if norms is None:
+            total = torch.zeros((), dtype=torch.float64, device=device)
+        else:
+            powers = norms if norm_type == 0 else norms.pow(norm_type)
+            if any(copies != 1 for _, copies in kept):
+                powers = powers / _on_device([copies for _, copies in kept], device)
+            total = powers.sum()
+        self._world.all_reduce(total, "sum")
+        return (total if norm_type == 0 else total.pow(1.0 / norm_type)).to(wide)
 
     def _copies(self, parameter: Tensor) -> int:
         """Return the number of ranks that hold the same shard of a parameter and its gradient."""
-        return copies_of(parameter, self._world.size)
+        if not isinstance(parameter, DTensor):
+            return self._world.size
+        parts = 1
+        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            parts *= 1 if placement.is_replicate() else size
+        return self._world.size // parts
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
         """Scale this rank's shards of the gradients."""
@@ -71,46 +100,6 @@ class ShardedGradients(GradientOperations):
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's shards of the gradients that exist."""
     return [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
-
-
-def copies_of(tensor: Tensor, world_size: int) -> int:
-    """Return the number of ranks that hold the same shard of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return world_size
-    parts = 1
-    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-        parts *= 1 if placement.is_replicate() else size
-    return world_size // parts
-
-
-@torch.no_grad()
-def whole_norm(
-    parameters: Iterable[Tensor], norm_type: float, world: World, number_of_copies: Callable[[Tensor], int]
-) -> Tensor:
-    """Return the norm of all gradients together, a 0-d tensor, the same on all ranks. Collective.
-
-    It is ``(sum over ranks and elements of |g|^p / copies)^(1/p)``, as ``copies`` ranks hold the same element. Sums
-    are in float64, as a high power would leave the range of float32.
-    """
-    gradients = [(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None]
-    wide = torch.float64 if any(each.dtype == torch.float64 for each, _ in gradients) else torch.float32
-    kept = [(part, number_of_copies(whole)) for each, whole in gradients if (part := local_of(each)).numel()]
-    device = kept[0][0].device if kept else world.device
-    norms = torch.stack(_norms([part for part, _ in kept], norm_type, wide)).double() if kept else None
-    if math.isinf(norm_type):
-        least = norm_type < 0
-        if norms is None:
-            norms = torch.tensor([math.inf if least else 0.0], dtype=torch.float64, device=device)
-        return world.all_reduce(norms.amin() if least else norms.amax(), "min" if least else "max").to(wide)
-    if norms is None:
-        total = torch.zeros((), dtype=torch.float64, device=device)
-    else:
-        powers = norms if norm_type == 0 else norms.pow(norm_type)
-        if any(copies != 1 for _, copies in kept):
-            powers = powers / _on_device([copies for _, copies in kept], device)
-        total = powers.sum()
-    world.all_reduce(total, "sum")
-    return (total if norm_type == 0 else total.pow(1.0 / norm_type)).to(wide)
 
 
 def _on_device(numbers: list[int], device: torch.device) -> Tensor:

@@ -42,7 +42,7 @@ from .initial import Origins, Source, allocate_buffers, check_buffers, fill, kee
 from .local_shards import local_of, whole_of_parts
 from .module_gradients import ModuleGradients
 from .outside_calls import Context, OutsideCalls
-from .pass_checks import PassChecks
+from .passes import PassChecks, UnusedParameters
 from .state import carry_slots, shard_slots
 from .tensor_parallel import split_layers, tie_again
 from .torch_fsdp import Footprint, initialize, prepare_gathering, state_of
@@ -59,7 +59,6 @@ from .units import (
     prefetch,
     without_shared,
 )
-from .unused_parameters import UnusedParameters
 
 
 @dataclass
@@ -80,17 +79,17 @@ class Sharding:
     """Whether the model runs again after a backward pass before its outermost call returns (manual optimization)."""
     experts: ExpertMeshes | None = None
     """The ranks that hold different experts, and those that hold the same ones."""
+    is_uniform: bool = False
+    """Whether all passes call the same collectives: every backward pass reduces its gradients.
+
+    Otherwise ranks also agree on unused parameters at the end of a backward pass, and not only in the update. A
+    parameter that no rank has used has a gradient of zeros until they have agreed; code that runs before the update
+    then finds None, as in one process. In a uniform model a rank that runs out of memory does not get to the end of
+    the pass."""
 
 
 class ShardedModel:
     """A module with its adapter, sharded. Constructing it is collective."""
-
-    settles_at_once: bool = True
-    """Whether ranks agree on unused parameters at the end of a backward pass, and not only in the update.
-
-    A parameter that no rank has used has a gradient of zeros until they have agreed. Code that runs between the
-    backward pass and the update finds None instead, as in one process.
-    """
 
     def __init__(
         self,
@@ -221,7 +220,7 @@ class ShardedModel:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Reduce gradients in the next backward passes, or only accumulate them locally."""
-        enabled = enabled or bool(self.hooks)
+        enabled = enabled or self.sharding.is_uniform or bool(self.hooks)
         if enabled != self.syncs:
             self.syncs = enabled
             for part in self.parts:
@@ -253,7 +252,7 @@ class ShardedModel:
             if self._added and self.syncs:
                 average_gradients(self.world, self._added)
         self.checks.forget()
-        if self.settles_at_once:
+        if not self.sharding.is_uniform:
             self.unused.settle()
         self._unreduced = not self.syncs
         if inside:

@@ -28,8 +28,7 @@ from ...framework.core.torch_versions import can_abandon_fsdp_passes, drop_unsha
 from ...framework.distributed.devices import empty_caches
 from ...framework.distributed.rendezvous import shared_store
 from ...framework.distributed.world import World
-from ...framework.parallel.recovery import Recovery, Repeat
-from ...framework.parallel.strategy import Strategy
+from ...framework.parallel.strategy import Recovery, Repeat, Strategy
 from .model import ShardedModel
 
 _Call = list[Any]
@@ -38,16 +37,6 @@ _POLL_SECONDS = 0.001
 # The former names are those of torch before 2.13.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-class UniformModel(ShardedModel):
-    """A sharded model whose passes all call the same collectives."""
-
-    # A rank that runs out of memory in a pass does not get to its end.
-    settles_at_once = False
-
-    def sync_gradients(self, enabled: bool) -> None:
-        """Do nothing: every backward pass reduces its gradients."""
 
 
 def recovery_of_shards(can_join: bool) -> tuple[Recovery | None, str]:

@@ -41,7 +41,7 @@ from .initial import move_buffers
 from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_degrees
 from .model import ShardedModel, Sharding
 from .quantized import check_blocks
-from .recovery import ShardedRecovery, UniformModel, recovery_of_shards
+from .recovery import ShardedRecovery, recovery_of_shards
 from .state import ShardedState
 from .tensor_parallel import EqualResults, check_plan
 from .units import Checkpointed, Units, check_checkpointing, check_units
@@ -214,10 +214,10 @@ class FSDPStrategy(Strategy):
             self._context,
             training and routed is Routed.STEP,
             self._experts,
+            routed is Routed.REPEATED or self.accumulate_shards,
         )
         self._routed = routed
-        kind = UniformModel if routed is Routed.REPEATED or self.accumulate_shards else ShardedModel
-        self._sharded = sharded = kind(module, optimizers, self.world, sharding, self._deferred, self._supplied)
+        self._sharded = sharded = ShardedModel(module, optimizers, self.world, sharding, self._deferred, self._supplied)
         if routed is Routed.REPEATED:
             self.recovery = ShardedRecovery(sharded)
         self.state = ShardedState(self.world, sharded.reshard, sharded.full_updates)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,13 +90,9 @@ class Evaluation:
             draws.join(self._place.stages)
             return output
 
-        own = {stage: _bound(receive, stage) for stage in self._place.own}
+        own = {stage: partial(receive, stage) for stage in self._place.own}
         with draws.micro_batch(0, self._place.own[0]):
             return self._calls.during(StagePass(self._stages, own, deliver, begin, end), step)[1]
 
     def _peer(self, stage: int) -> int:
         return dist.get_global_rank(self._group, self._place.rank_of(stage))
-
-
-def _bound(receive: Callable[[int, Tensor], Tensor], stage: int) -> Callable[[Tensor], Tensor]:
-    return lambda hidden: receive(stage, hidden)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...framework.distributed.world import World
-from ..fsdp.gradients import ShardedGradients, copies_of
+from ..fsdp.gradients import ShardedGradients
 from ..fsdp.local_shards import like, local_of
 from .mesh import StageMesh
 from .shards import StageShards
@@ -85,7 +85,7 @@ class StagedGradients(ShardedGradients):
         return gradient
 
     def _copies(self, parameter: Tensor) -> int:
-        copies = copies_of(parameter, self._world.size)
+        copies = super()._copies(parameter)
         return copies if self._is_shared(parameter) else copies // dist.get_world_size(self._pipeline)
 
 

@@ -14,7 +14,7 @@ from ...framework.core.errors import LoopError
 from ...framework.core.wording import counted
 from ...framework.diagnostics.isolated_step import isolated
 from ...framework.distributed.world import World
-from ...framework.parallel.window_passes import Window, WindowPasses
+from ...framework.parallel.strategy import Window, WindowPasses
 from ...framework.parallel.zero_backward import tensors_in
 from ..context import ContextParallel
 from ..context.sharing import attention_of
@@ -68,12 +68,9 @@ class PipelinePasses(WindowPasses):
 
     def __init__(self) -> None:
         self.ranks = 0
+        """The number of ranks of a pipeline."""
         self.module: Any = None
         """The module that is set up, or None."""
-
-    def use(self, ranks: int) -> None:
-        """Use pipelines of this many ranks."""
-        self.ranks = ranks
 
     def connect(self, world: World, place: Place, group: dist.ProcessGroup, sequences: ContextParallel | None) -> None:
         """Use the ranks of a pipeline, which share sequences with those of others, or do not."""

@@ -148,7 +148,7 @@ class PipelineStrategy(Strategy):
                 f"strategy='pipeline' with {layout.pp} rank in a pipeline: there is nothing to divide the model over. "
                 f"Use {way}, or strategy='{'ddp' if world_size > 1 else 'single'}'."
             )
-        self.window_passes.use(layout.pp)
+        self.window_passes.ranks = layout.pp
         return layout
 
     def check_module(self, module: nn.Module) -> None:

@@ -16,9 +16,8 @@ import pytest
 from command_terminal import Terminal, shown_lines, warm_command
 from ranks import run_command
 
-from phalanx.cli.gpu_checks import check_gpu_health
 from phalanx.cli.host_checks import check_hosts
-from phalanx.cli.machine_checks import Check
+from phalanx.cli.machine_checks import Check, check_gpu_health
 
 _MOUNTS = "mount -t tmpfs -o size=256k tmpfs {disk} && mount -t tmpfs -o size=64m tmpfs /dev/shm && "
 

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from phalanx.cli.migrate.edits import apply
-from phalanx.cli.migrate.yaml_configs import migrate_yaml
+from phalanx.cli.migrate.files import migrate_yaml
 
 
 def rewritten(before: str) -> tuple[str, list[tuple[int, str]]]:

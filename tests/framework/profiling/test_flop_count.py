@@ -184,7 +184,7 @@ def test_counting_does_not_change_the_weights(tmp_path: Path, monkeypatch: pytes
         module = Watching()
         trainer = quiet_trainer(tmp_path, [], max_epochs=1)
         if not counts:
-            monkeypatch.setattr("phalanx.framework.profiling.meter.Meter.count_flops", lambda *_: None)
+            monkeypatch.setattr("phalanx.framework.trainer.assembly.FlopCount", lambda: None)
         trainer.fit(module, loader())
         assert module.observed[0] is counts
         trained.append(module.layer.weight.detach().clone())
@@ -252,7 +252,7 @@ def test_counting_compiled_parts_changes_neither_weights_nor_code(
         random.seed(0)
         module = Random()
         if counting == "is left out":
-            monkeypatch.setattr("phalanx.framework.profiling.meter.Meter.count_flops", lambda *_: None)
+            monkeypatch.setattr("phalanx.framework.trainer.assembly.FlopCount", lambda: None)
         elif counting == "fails":
             monkeypatch.setattr("phalanx.framework.loop.compiled_flops._count_without_data", refuse)
         trainer = quiet_trainer(tmp_path, [], max_epochs=2, compile={"backend": backend, "blocks": False})

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 from phalanx.callbacks import LambdaCallback, ProgressBar, ThroughputMonitor
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.metrics.log_arguments import batch_items
-from phalanx.framework.profiling.meter import Interval, Meter
-from phalanx.framework.profiling.sample_count import SampleCount
+from phalanx.framework.profiling.meter import Interval, Meter, SampleCount
 from phalanx.framework.profiling.throughput import Throughput
 from phalanx.loggers import CSVLogger
 
