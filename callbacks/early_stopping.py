@@ -54,7 +54,8 @@ class EarlyStopping(Callback):
         log_rank_zero_only: Accepted for compatibility with Lightning; messages are always printed by rank 0 only.
 
     Raises:
-        ConfigurationError: ``monitor`` is not a name, ``mode`` is unknown, or ``min_delta`` or ``patience`` is negative.
+        ConfigurationError: ``monitor`` is not a name, ``mode`` is unknown, or ``min_delta`` or ``patience`` is
+            negative.
         MetricError: During the fit: the metric was not logged, and ``strict`` is True.
     """
 

@@ -40,8 +40,8 @@ def run_or_write(given: argparse.Namespace) -> int:
         return code
     if least < most or given.spares:
         raise ConfigurationError(
-            "--nodes MIN:MAX and --spares are for launches without --on: a job has a fixed number of nodes, and is started "
-            "again as a whole. Give --nodes N."
+            "--nodes MIN:MAX and --spares are for launches without --on: a job has a fixed number of nodes, and is "
+            "started again as a whole. Give --nodes N."
         )
     job = _job(given, most)
     finish = submit_job if given.submit else write_job

@@ -48,7 +48,7 @@ _ELSEWHERE = {
     "timeout": "use Trainer(stall_timeout=...), which limits every wait of a rank",
     "process_group_backend": "leave it out, ranks use gloo on CPUs and NCCL on GPUs",
     "mixed_precision": "use Trainer(precision=...)",
-    "model_averaging_period": "use LocalSGD of phalanx.compat.accelerate.local_sgd with an Accelerator of phalanx.compat.accelerate",
+    "model_averaging_period": "use phalanx.compat.accelerate.local_sgd.LocalSGD, with an Accelerator",
     "start_method": "leave it out, a script's ranks run the script and a notebook's are forked",
     "accelerator": "give it to the Trainer or the Fabric",
     "parallel_devices": "use Trainer(devices=...)",
@@ -371,8 +371,8 @@ class CommunicationHook:
         if "PostLocalSGDState" in {kind.__name__ for kind in type(state).__mro__}:
             raise ConfigurationError(
                 "DDPStrategy(ddp_comm_state=PostLocalSGDState(...)) lets gradients differ between ranks, and all ranks "
-                "must apply the same update: use LocalSGD of phalanx.compat.accelerate.local_sgd with an Accelerator of "
-                "phalanx.compat.accelerate."
+                "must apply the same update: use phalanx.compat.accelerate.local_sgd.LocalSGD, "
+                "with an Accelerator."
             )
         if getattr(hook, "__name__", "") == "batched_powerSGD_hook" and not _takes_one_matrix(hook):
             raise ConfigurationError(

@@ -340,7 +340,8 @@ def test_schedules_go_on_where_they_were_on_another_number_of_ranks(tmp_path: Pa
     def on(ranks: int, epochs: int) -> list[float]:
         if ranks == 1:
             return rates(str(tmp_path), 1, epochs)
-        return run_on_ranks(ranks, rates, str(tmp_path), ranks, epochs)[0]
+        found: list[float] = run_on_ranks(ranks, rates, str(tmp_path), ranks, epochs)[0]
+        return found
 
     whole = rates(str(tmp_path / "whole"), 1, 4)
     assert on(before, 2) + on(after, 4) == whole
