@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import AccumulationSchedule, Callback, Trainer, TrainModule
+from phalanx import AccumulationSchedule, Callback, Trainer, TrainModule, seed_everything
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.core.errors import StorageError
 from phalanx.loggers import CSVLogger
@@ -86,7 +86,8 @@ def main() -> None:
     root, ranks = Path(sys.argv[1]), int(sys.argv[3])
     strategy, _, degrees = sys.argv[2].partition(" ")
     asynchronous, workers = sys.argv[4] == "1", int(sys.argv[5])
-    torch.manual_seed(5)
+    # All generators, whose states are compared too.
+    seed_everything(5)
     x = torch.randn(120, 6)
     data = TensorDataset(x, x.sum(1, keepdim=True))
     module = Net()

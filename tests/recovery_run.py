@@ -15,7 +15,7 @@ import torch
 from kill_run import Net, write_result
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import AccumulationSchedule, Callback, Trainer
+from phalanx import AccumulationSchedule, Callback, Trainer, seed_everything
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.loggers import CSVLogger
 
@@ -40,7 +40,7 @@ def main() -> None:
     """Train for some epochs, with a checkpoint at the end of each."""
     root, ranks, every = Path(sys.argv[1]), int(sys.argv[3]), sys.argv[4]
     strategy, _, degrees = sys.argv[2].partition(" ")
-    torch.manual_seed(5)
+    seed_everything(5)
     x = torch.randn(240, 6)
     data = TensorDataset(x, x.sum(1, keepdim=True))
     module = Net()

@@ -66,7 +66,7 @@ def refusal_of(
         return str(error)
     if optimizers > 1 and strategy.traits.takes_one_optimizer:
         return f"It supports one optimizer, and there are {optimizers} optimizers."
-    if clipping[0] is not None and clipping[1] == "value" and not strategy.traits.replicates:
+    if clipping[0] is not None and clipping[1] == "value" and not strategy.gradients.clips_by_value:
         return "It clips only by norm."
     return None
 

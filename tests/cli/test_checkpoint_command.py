@@ -55,7 +55,7 @@ def test_verify(tmp_path: Path, run: Any) -> None:
     path, bad = good(tmp_path / "a.ckpt"), damaged(tmp_path / "b.ckpt")
     done = run("verify", path)
     assert (done.code, done.err) == (0, "")
-    assert "is good: 3 tensor files" in done.out
+    assert "is good: 4 tensor files" in done.out
     done = run("verify", bad)
     assert (done.code, done.out) == (65, "")
     assert done.err.startswith("phalanx: tensor 'bias' in ")
