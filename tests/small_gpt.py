@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
+from phalanx.framework.core.precision import resolve_precision
+from phalanx.strategies import FSDPStrategy
 
 VOCABULARY, WIDTH, LENGTH = 13, 8, 6
 STEPS = 20
@@ -159,3 +161,9 @@ def per_update(ranks: Sequence[Sequence[float]], windows: Sequence[int], steps: 
     """Return the mean loss of each update from the losses of each rank's micro-batches."""
     rows = torch.tensor(ranks, dtype=torch.float64).mean(0)
     return torch.stack([part.mean() for part in rows.split([windows[s % len(windows)] for s in range(steps)])]).float()
+
+
+def connected(strategy: FSDPStrategy, precision: str = "32-true") -> FSDPStrategy:
+    """Return a strategy that has met the other ranks."""
+    strategy.connect("cpu", 1, resolve_precision(precision))
+    return strategy

@@ -24,7 +24,7 @@ from small_gpt import (
 )
 from torch import Tensor, nn
 
-from phalanx import Fabric, TrainModule
+from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import FSDPStrategy, hsdp
@@ -147,57 +147,6 @@ def test_fabric_trains_what_plain_torch_trains(windows: int, stepped: bool) -> N
     for _, own_norms, own in results:
         assert own_norms == pytest.approx(norms, rel=1e-5)
         torch.testing.assert_close(own, weights(gpt), rtol=1e-4, atol=2e-5)
-
-
-class Manual(TrainModule):
-    """Two optimizers that take turns, with two updates in a step, and a parameter that belongs to no layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            self.maker = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
-            self.judge = nn.Linear(6, 1)
-            self.offset = nn.Parameter(torch.zeros(6))
-        self.losses: list[float] = []
-
-    def losses_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        made = self.maker(x) + self.offset
-        return (self.judge(made.detach()) - self.judge(x)).mean() + self.judge.weight.square().sum(), made
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()
-        x = batch[0].float()
-        judged, made = self.losses_of(x)
-        first.zero_grad()
-        self.manual_backward(judged)
-        first.step()
-        loss = (self.judge(self.maker(x) + self.offset) + made.square().mean()).mean()
-        second.zero_grad()
-        self.manual_backward(loss)
-        second.step()
-        self.losses += [judged.item(), loss.item()]
-
-    def configure_optimizers(self) -> Any:
-        makers = [*self.maker.parameters(), self.offset]
-        return torch.optim.Adam(self.judge.parameters(), lr=0.01), torch.optim.SGD(makers, lr=0.01)
-
-
-def manually(strategy: Any, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    module = Manual()
-    silent_trainer(strategy=strategy, devices=ranks, max_steps=10).fit(module, token_loader(GLOBAL_BATCH // ranks))
-    return module.losses, weights(module)
-
-
-def test_manual_optimization_with_several_optimizers() -> None:
-    losses, expected = manually("single", 1)
-    for own_losses, own in (results := run_on_ranks(2, manually, FSDPStrategy(gather_weights="all"), 2)):
-        assert len(own_losses) == len(losses)
-        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(
-        torch.tensor([each[0] for each in results]).mean(0), torch.tensor(losses), rtol=1e-4, atol=1e-6
-    )
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------
