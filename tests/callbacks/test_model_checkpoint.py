@@ -139,27 +139,6 @@ def test_weights_alone_can_be_saved(tmp_path: Path) -> None:
     assert set(checkpoint.open_checkpoint(saver.best_model_path).sections) == {"model"}
 
 
-def test_a_checkpoint_that_is_refused_for_weights_that_are_not_finite_leaves_all_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = ModelCheckpoint(tmp_path / "kept", monitor="metric", save_last=True)
-    trainer = quiet_trainer(tmp_path, saver, max_epochs=2)
-    save: Callable[..., Path] = vars(saver_module)["save"]
-
-    def refusing(*args: Any, **settings: Any) -> Path:
-        if trainer.current_epoch == 1:
-            raise NonFiniteError("layer.weight is not finite")
-        return save(*args, **settings)
-
-    monkeypatch.setattr(saver_module, "save", refusing)
-    notes = capturing(trainer)
-    trainer.fit(Tiny({"metric": [2, 1]}), loader(), loader(4))
-    assert names(tmp_path / "kept") == ["epoch=0-step=4.ckpt", "last.ckpt"]
-    assert saver.best_model_score is not None
-    assert saver.best_model_score.item() == 2
-    assert any("No checkpoint was saved at step 8: layer.weight is not finite" in note for note in notes)
-
-
 def test_a_checkpoint_with_weights_that_are_not_finite_is_not_saved(tmp_path: Path) -> None:
     class Spoiled(Tiny):
         def on_train_epoch_end(self) -> None:

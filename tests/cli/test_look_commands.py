@@ -351,15 +351,6 @@ def test_wrong_names_are_answered_in_one_line(tmp_path: Path) -> None:
         assert expected in done.stdout
 
 
-@pytest.mark.parametrize("name", ["runs", "top", "report", "why", "compare"])
-def test_the_help_of_a_command_has_an_example_and_fits_a_screen(name: str, tmp_path: Path) -> None:
-    done = command(name, "--help", cwd=tmp_path, env={"COLUMNS": "80"})
-    lines = done.stdout.splitlines()
-    assert (done.returncode, len(lines) <= 24, max(map(len, lines)) <= 80) == (0, True, True)
-    assert lines[-2:][0] == "example:"
-    assert lines[-1].startswith(f"  phalanx {name} ")
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["why"], ["runs"], ["report"], ["top", "--once"]], ids=" ".join)
 def test_no_command_imports_torch(arguments: list[str], tmp_path: Path) -> None:
     write_run(tmp_path / "gpt/version_0", report=ended(0))

@@ -212,37 +212,3 @@ def test_a_key_that_appears_twice_is_refused(path: Path) -> None:
 def test_a_pickle_in_its_place_is_never_executed(path: Path) -> None:
     (path / "model-00000.safetensors").write_bytes(b"cos\nsystem\n(S'touch /tmp/executed'\ntR.")
     refused(path)
-
-
-def read_as_the_page_says(path: Path) -> dict[str, bytes]:
-    """The model's tensors by a reader that knows only docs/checkpoint-format.md."""
-    text = (path / "manifest.json").read_bytes()
-    assert text[:13] == b'{"checksum":"'
-    assert text[29:31] == b'",'
-    assert xxhash.xxh3_64_hexdigest(b"{" + text[31:]).encode() == text[13:29]
-    manifest = json.loads(text)
-    assert (manifest["format"], manifest["version"]) == ("phalanx-checkpoint", 1)
-    for name, file in manifest["files"].items():
-        data = (path / name).read_bytes()
-        assert len(data) == file["size"]
-        assert file["header_size"] == 8 + int.from_bytes(data[:8], "little")
-        assert xxhash.xxh3_64_hexdigest(data[: file["header_size"]]) == file["header_xxh3_64"]
-        assert xxhash.xxh3_64_hexdigest(data) == file["xxh3_64"]
-    found = {}
-    tensors = manifest["sections"]["model"]
-    for name, record in tensors.items():
-        (part,) = tensors[record.get("alias", name)]["parts"]
-        fields = json.loads((path / part["file"]).read_bytes()[8 : manifest["files"][part["file"]]["header_size"]])
-        begin, end = fields[record.get("alias", name)]["data_offsets"]
-        data = (path / part["file"]).read_bytes()[part["start"] : part["start"] + end - begin]
-        assert xxhash.xxh3_64_hexdigest(data) == part["xxh3_64"]
-        found[name] = data
-    return found
-
-
-def test_a_reader_written_from_the_page_agrees(path: Path) -> None:
-    expected = checkpoint.weights(path)
-    found = read_as_the_page_says(path)
-
-    assert list(found) == list(expected)
-    assert all(bytes(bytes_of(tensor)) == found[name] for name, tensor in expected.items())

@@ -172,20 +172,6 @@ def test_callbacks_loggers_and_files_take_no_part(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_fit_afterwards_is_that_of_a_fresh_program() -> None:
-    def fit(searches: bool) -> torch.Tensor:
-        torch.manual_seed(2)
-        module = Limited("backward", 0, 7, dropout=0.5)
-        trainer = silent_trainer(max_epochs=1, devices=1)
-        data = DataLoader(DATA, batch_size=4, shuffle=True)
-        if searches:
-            assert trainer.find_batch_size(module, data).size == 7
-        trainer.fit(module, data)
-        return weights_of(module)
-
-    assert torch.equal(fit(True), fit(False))
-
-
 @pytest.mark.parametrize(
     ("largest", "limit", "first", "mode"),
     [
