@@ -43,15 +43,6 @@ def test_every_method_is_written_in_the_file_of_the_class_with_its_signature() -
     assert list(inspect.signature(fabric.save).parameters) == ["path", "state", "filter"]
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "meant"),
-    [("all_gather", "sync_grad", "sync_grads"), ("init_module", "empty", "empty_init"), ("save", "filters", "filter")],
-)
-def test_an_unknown_argument_gets_the_closest_one(name: str, wrong: str, meant: str) -> None:
-    with refuses(UnknownArgumentError, f"Fabric.{name}({wrong}=1)", meant):
-        getattr(Fabric(accelerator="cpu", devices=1), name)(**{wrong: 1})
-
-
 def test_every_public_member_has_a_docstring() -> None:
     members = {name: value for name, value in vars(Fabric).items() if not name.startswith("_")}
     assert [name for name, value in members.items() if not inspect.getdoc(value)] == []

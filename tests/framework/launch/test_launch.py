@@ -69,19 +69,6 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     assert done.returncode == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("ending", "code", "last"),
-    [
-        ("if world.rank == 1: sys.exit(3)\ntime.sleep(3600)", 3, "ended with exit code 3"),
-        ("if world.rank == 0: raise ConfigurationError('no such thing')", 78, "ConfigurationError: no such thing"),
-    ],
-)
-def test_the_exit_code_is_that_of_the_rank_at_fault(ending: str, code: int, last: str) -> None:
-    done = run_script(MEET + ending + "\n" + TRAIN)
-    assert done.stdout.splitlines()[-1].endswith(last)
-    assert done.returncode == code
-
-
 LEAVES = """
 import os
 import torch
@@ -135,18 +122,6 @@ def test_processes_of_a_failed_rank_are_killed() -> None:
         output = process.communicate(timeout=60)[0]
         assert output.count("helper") == 2
         assert session_pids(process.pid) == set()
-
-
-def test_a_rank_that_refuses_to_end_is_killed() -> None:
-    source = HEAD + (
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "World.from_environment('cpu').barrier()\n"
-        "if place.rank == 1: raise ValueError('the cause')\n"
-        "time.sleep(3600)\n"
-    )
-    done = run_script(source)
-    assert done.stdout.splitlines()[-1] == "ValueError: the cause"
-    assert done.returncode == 1
 
 
 def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path) -> None:

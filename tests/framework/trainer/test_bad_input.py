@@ -219,13 +219,6 @@ def test_the_wrong_kind_of_object_is_refused(arguments: dict[str, Any], words: l
         assert word in text
 
 
-@pytest.fixture
-def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # Lightning sets this one when it is imported.
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    return pytest.importorskip("lightning.pytorch")
-
-
 def test_a_callback_made_for_lightning_is_recognized(lightning: Any) -> None:
     text = refusal(callbacks=[lightning.callbacks.Timer()])
     assert "lightning.pytorch" in text
