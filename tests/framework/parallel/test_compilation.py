@@ -95,8 +95,7 @@ def both_on_ranks(name: str, backend: str) -> list[str]:
     return both(lambda: name, 2, {"backend": backend})
 
 
-# DDP with this compiler is that of test_a_fabric_compiles_what_it_sets_up.
-@pytest.mark.parametrize("name", ["fsdp", "zero2"])
+@pytest.mark.parametrize("name", ["ddp_find_unused_parameters_true", "fsdp", "zero2"])
 def test_compiled_blocks_train_the_same_model_on_ranks(name: str) -> None:
     assert run_on_ranks(2, both_on_ranks, name, "aot_eager", timeout=120) == [BLOCKS, BLOCKS]
 
