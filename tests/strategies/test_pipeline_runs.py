@@ -1,4 +1,4 @@
-"""Averages, predictions, triggers, losses that are not finite, and kills in runs of pipelines."""
+"""Predictions, triggers, losses that are not finite, and kills in runs of pipelines."""
 
 from __future__ import annotations
 
@@ -84,33 +84,7 @@ def test_evaluation_and_prediction_without_a_fit_are_those_of_one_process(
         assert torch.equal(torch.cat(outputs), module(rows).argmax(-1))
 
 
-# ---- averages ------------------------------------------------------------------------------------------------------
-
-
-def averaged(folder: str, ranks: int, parallel: str) -> list[float]:
-    module = Plain()
-    trainer = pipelined(ranks, parallel=parallel, callbacks=[EMAWeightAveraging(decay=0.5)], default_root_dir=folder)
-    trainer.fit(module, token_loader(4 * 4 * 2, batch_size=2 // (ranks // 2)))
-    return [] if any(each.is_meta for each in module.parameters()) else [module.loss(tokens(16, seed=5)).item()]
-
-
-@pytest.mark.parametrize(("ranks", "parallel"), MESHES)
-def test_an_average_of_weights_is_that_of_one_process(ranks: int, parallel: str, tmp_path: Path) -> None:
-    module, rows = Plain(), tokens(32)
-    optimizer = module.configure_optimizers()
-    average: list[Tensor] = []
-    for batch in rows.split(8):
-        optimizer.zero_grad()
-        module.loss(batch).backward()
-        optimizer.step()
-        now = [parameter.detach().clone() for parameter in module.parameters()]
-        average = [old.lerp(new, 0.5) for old, new in zip(average, now, strict=True)] if average else now
-    with torch.no_grad():
-        for parameter, value in zip(module.parameters(), average, strict=True):
-            parameter.copy_(value)
-    expected = module.loss(tokens(16, seed=5)).item()
-
-    assert run_on_ranks(ranks, averaged, str(tmp_path), ranks, parallel)[0] == pytest.approx([expected], rel=1e-5)
+# ---- waiting of ranks ------------------------------------------------------------------------------------------------
 
 
 def shown(window: int, schedule: str) -> str:
