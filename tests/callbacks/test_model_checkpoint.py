@@ -234,14 +234,6 @@ def test_a_taken_name_gets_a_version_or_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path / "newest") == ["model.ckpt"]
 
 
-@pytest.mark.parametrize("settings", [{"monitor": "metrik"}, {"filename": "{metrik:.2f}"}])
-def test_an_unknown_metric_is_an_error_with_the_closest_name(tmp_path: Path, settings: dict[str, Any]) -> None:
-    saver = ModelCheckpoint(tmp_path / "kept", **settings)
-    with refuses(MetricError, "'metrik'", "'metric'"):
-        fit(tmp_path, saver, [1, 2])
-    assert names(tmp_path / "kept") == []
-
-
 def test_an_unknown_metric_is_an_error_by_steps_too(tmp_path: Path) -> None:
     with refuses(MetricError, "'train_lossy'"):
         fit(tmp_path, ModelCheckpoint(tmp_path / "kept", monitor="train_lossy", every_n_train_steps=1))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import AccumulationSchedule, Callback, DataModule, PhalanxError, Trainer, TrainModule
 from phalanx.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, Timer
-from phalanx.framework.core.errors import ConfigurationError, LoopError, MetricError, UnknownNameError
+from phalanx.framework.core.errors import ConfigurationError, LoopError, UnknownNameError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import SingleDeviceStrategy
 
@@ -70,6 +70,7 @@ def test_unknown_names_get_the_closest_known_one(arguments: dict[str, Any], expe
         ({"limit_validation_batches": 2}, "'limit_val_batches'"),
         ({"resume_from_checkpoint": "a.ckpt"}, "fit(model, ckpt_path=...)"),
         ({"batch_size": 4}, "DataLoader"),
+        ({"fp16": True}, "precision"),
         ({"seed": 4}, "seed_everything(seed)"),
         ({"flux_capacitor": True}, "accelerator, strategy"),
         ({"patience": 3}, "EarlyStopping(patience=...)"),
@@ -93,6 +94,7 @@ def test_unknown_arguments_get_a_hint(arguments: dict[str, Any], expected: str) 
         ({"strategy": "deepspeed_zero3"}, "'zero3'"),
         ({"strategy": "MULTI_GPU"}, "'ddp'"),
         ({"precision": "transformer-engine"}, "'fp8-mixed'"),
+        ({"precision": "no"}, "'32-true'"),
         ({"accelerator": "tpu"}, "CUDA"),
         ({"accelerator": "mps"}, "CPUs and CUDA devices"),
         ({"logger": "comet"}, "phalanx.loggers.Logger"),
@@ -495,26 +497,6 @@ def test_configure_optimizers_that_returns_the_wrong_thing(
     text = message(ConfigurationError, lambda: silent_trainer(max_steps=1).fit(Optimizing(make), loader()))
     for word in words:
         assert word in text
-
-
-def test_a_monitor_that_is_never_logged_is_named_with_what_was() -> None:
-    class Logging(Regressor):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", 1.0)
-
-    trainer = silent_trainer(max_epochs=1, callbacks=[EarlyStopping("val_los")])
-    text = message(MetricError, lambda: trainer.fit(Logging(), loader(), loader()))
-    assert "'val_los'" in text
-    assert "val_loss" in text
-
-    def plateau(module: TrainModule) -> Any:
-        optimizer = sgd(module)
-        watched = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": watched, "monitor": "val_los"}
-
-    text = message(MetricError, lambda: silent_trainer(max_epochs=1).fit(Optimizing(plateau), loader()))
-    assert "ReduceLROnPlateau" in text
-    assert "'val_los'" in text
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------
