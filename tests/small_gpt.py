@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from models import plain_steps, windows_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -130,18 +131,8 @@ def by_hand(windows: Sequence[int], clip: float | None, steps: int = STEPS) -> t
     """Train on global batches of 12 times the window in plain torch; return losses and weights."""
     x, y = token_data().tensors
     gpt = small_gpt()
-    optimizer = optimizer_of(gpt)
-    losses, position = [], 0
-    for step in range(steps):
-        count = GLOBAL_BATCH * windows[step % len(windows)]
-        loss = loss_of(gpt(x[position : position + count]), y[position : position + count])
-        position += count
-        optimizer.zero_grad()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(gpt.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
+    batches = windows_of(GLOBAL_BATCH, windows, steps)
+    losses = plain_steps(optimizer_of(gpt), lambda rows: loss_of(gpt(x[rows]), y[rows]), batches, clip)
     return torch.tensor(losses), weights(gpt)
 
 

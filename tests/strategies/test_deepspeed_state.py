@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mixture import GLOBAL_BATCH, loss_of, mixture, optimizer_of, rows_of
-from models import Regressor, loader, silent_trainer
+from models import Regressor, loader, plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,15 +22,7 @@ from phalanx.strategies import DeepSpeedStrategy
 def by_hand() -> list[float]:
     """Train eight steps in one process; return the losses."""
     net = mixture()
-    optimizer = optimizer_of(net)
-    losses = []
-    for rows in rows_of(8 * GLOBAL_BATCH).split(GLOBAL_BATCH):
-        optimizer.zero_grad()
-        loss = loss_of(net, rows)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return plain_steps(optimizer_of(net), partial(loss_of, net), rows_of(8 * GLOBAL_BATCH).split(GLOBAL_BATCH))
 
 
 class Trained(TrainModule):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Regressor, loader, network, silent_trainer, weights_of
+from models import Regressor, loader, network, plain_steps, silent_trainer, weights_of
 from ranks import run_on_ranks
 from small_gpt import SmallGPT, connected, loss_of, optimizer_of, small_gpt, token_data
 from torch import Tensor, nn
@@ -149,14 +149,12 @@ def test_bf16_mixed_keeps_weights_and_reduces_in_fp32(windows: int) -> None:
     module = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 1))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     x = torch.linspace(-1, 1, 6 * 16).view(16, 1, 6)
-    losses = []
-    for _ in range(5):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def loss_of(x: Tensor) -> Any:
+        return (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
+
+    losses = plain_steps(optimizer, loss_of, [x] * 5)
     for own, dtypes, gradients in run_on_ranks(2, narrow, windows):
         assert own == pytest.approx(losses, rel=2e-2)
         assert dtypes == gradients == {torch.float32}
@@ -213,10 +211,7 @@ def accumulated(shards: bool) -> tuple[list[bool], Tensor]:
 def test_shards_of_gradients_are_accumulated() -> None:
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for window in torch.linspace(-1, 1, 6 * 24).view(6, 4, 6).split(3):
-        optimizer.zero_grad()
-        net(window.flatten(0, 1)).square().mean().backward()
-        optimizer.step()
+    plain_steps(optimizer, lambda rows: net(rows).square().mean(), torch.linspace(-1, 1, 6 * 24).view(-1, 6).split(12))
     expected = torch.cat([each.detach().flatten() for each in net.state_dict().values()])
     for shards in (False, True):
         (found, weights), _ = run_on_ranks(2, accumulated, shards)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses, says
-from models import silent_trainer
+from models import plain_steps, silent_trainer, windows_of
 from ranks import run_on_ranks
 from small_gpt import (
     GLOBAL_BATCH,
@@ -54,16 +54,10 @@ def test_a_second_fit_continues_from_the_weights_of_the_first(second: str) -> No
 
 def two_fits_by_hand() -> tuple[Tensor, dict[str, Tensor]]:
     x, y = token_data().tensors
-    gpt, losses = small_gpt(), []
+    gpt, losses = small_gpt(), list[float]()
     for _ in range(2):
-        optimizer = optimizer_of(gpt)
-        for step in range(3):
-            position = step * GLOBAL_BATCH
-            loss = loss_of(gpt(x[position:][:GLOBAL_BATCH]), y[position:][:GLOBAL_BATCH])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        batches = windows_of(GLOBAL_BATCH, [1], 3)
+        losses += plain_steps(optimizer_of(gpt), lambda rows: loss_of(gpt(x[rows]), y[rows]), batches)
     return torch.tensor(losses), weights(gpt)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import LanguageModel, token_loader, tokens
-from models import silent_trainer
+from models import plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -175,14 +175,7 @@ def in_mixed_precision(precision: str, ranks: int, parallel: str) -> list[float]
 )
 def test_mixed_precision_trains_close_to_fp32(precision: str, ranks: int, parallel: str) -> None:
     module = Plain()
-    losses = []
-    optimizer = module.configure_optimizers()
-    for batch in tokens(32).split(8):
-        optimizer.zero_grad()
-        loss = module.loss(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_steps(module.configure_optimizers(), module.loss, tokens(32).split(8))
     results = [losses for losses in run_on_ranks(ranks, in_mixed_precision, precision, ranks, parallel) if losses]
     found = torch.tensor(results).mean(0).view(-1, 4).mean(1)
     torch.testing.assert_close(found, torch.tensor(losses), rtol=2e-2, atol=0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import LanguageModel, adamw, tokens
-from models import silent_trainer
+from models import plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -130,11 +130,8 @@ def test_the_windows_of_a_loader_cover_its_samples_once(strategy: str, ranks: in
     # The last round has one row, so the second shard has a filler, which is left out.
     assert [lengths for lengths, _ in results] == [[2, 2, 1]] * (ranks // 2) + [[2, 2, 0]] * (ranks // 2)
     module = Tower()
-    optimizer, (x, y) = sgd(module), pairs(17).tensors
-    for rows in (slice(0, 8), slice(8, 16), slice(16, 17)):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(module(x[rows]), y[rows]).backward()
-        optimizer.step()
+    batches = [pairs(17)[:8], pairs(17)[8:16], pairs(17)[16:]]
+    plain_steps(sgd(module), lambda batch: nn.functional.mse_loss(module(batch[0]), batch[1]), batches)
     for name, weight in module.state_dict().items():
         torch.testing.assert_close(results[0][1][name], weight, rtol=1e-5, atol=1e-6, msg=name)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import silent_trainer, weights_of
+from models import plain_steps, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -244,10 +244,7 @@ def accumulated(strategy: str, kind: type[Accumulating]) -> tuple[list[Tensor], 
 def test_accumulation_by_hand(strategy: str) -> None:
     nets = Networks()
     optimizer = torch.optim.SGD(nets.generator.parameters(), lr=0.1)
-    for noise, _ in data(3 * BATCH):
-        optimizer.zero_grad()
-        nets.generator_loss(noise).backward()
-        optimizer.step()
+    plain_steps(optimizer, lambda batch: nets.generator_loss(batch[0]), data(3 * BATCH))
     (weights, steps), _ = run_on_ranks(2, accumulated, strategy, Accumulating)
     assert steps == BATCHES // 3
     torch.testing.assert_close(flat(weights), weights_of(nets.generator), rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
+from models import Regressor, loader, network, plain_steps, regression_data, silent_trainer, weights_of, windows_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,17 +23,8 @@ def by_hand(windows: Sequence[int], clip: float | None, steps: int = STEPS) -> t
     x, y = regression_data(640).tensors
     net = network()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    losses, position = [], 0
-    for step in range(steps):
-        count = GLOBAL_BATCH * windows[step % len(windows)]
-        loss = nn.functional.mse_loss(net(x[position : position + count]), y[position : position + count])
-        position += count
-        optimizer.zero_grad()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
+    batches = windows_of(GLOBAL_BATCH, windows, steps)
+    losses = plain_steps(optimizer, lambda rows: nn.functional.mse_loss(net(x[rows]), y[rows]), batches, clip)
     return losses, weights_of(net)
 
 
@@ -153,11 +144,7 @@ def language_model(ranks: int, batch_size: int, window: int, count: int = 24) ->
 def language_model_by_hand(batches: list[slice], count: int = 24) -> Tensor:
     module = TinyLM()
     tokens, labels = padded_texts(count)
-    optimizer = module.configure_optimizers()
-    for part in batches:
-        optimizer.zero_grad()
-        module.loss(tokens[part], labels[part]).backward()
-        optimizer.step()
+    plain_steps(module.configure_optimizers(), lambda part: module.loss(tokens[part], labels[part]), batches)
     return weights_of(module)
 
 

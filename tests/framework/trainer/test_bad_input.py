@@ -13,7 +13,7 @@ from messages import refuses
 from models import Regressor, loader, regression_data, silent_trainer
 from ranks import run_script
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from phalanx import AccumulationSchedule, Callback, DataModule, PhalanxError, Trainer, TrainModule
 from phalanx.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, Timer
@@ -502,6 +502,11 @@ def test_configure_optimizers_that_returns_the_wrong_thing(
 # ---- data ---------------------------------------------------------------------------------------------------------
 
 
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -513,6 +518,8 @@ def test_configure_optimizers_that_returns_the_wrong_thing(
         ({}, ["train_dataloaders", "dict"]),
         ([], ["train_dataloaders"]),
         (DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=4, drop_last=True), ["train_dataloaders", "drop_last"]),
+        (DataLoader(TensorDataset(torch.ones(0, 2))), ["train_dataloaders"]),
+        (Stream(), ["batch_size=None"]),
         (lambda: loader(), ["function"]),
         ({"a": loader(), "b": "x"}, ["train_dataloaders['b']", "str"]),
     ],
@@ -575,7 +582,7 @@ _SCRIPT = """
 import json, os, sys
 print("PROCESS", os.getpid(), flush=True)
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from phalanx import Trainer, TrainModule
 
 data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
