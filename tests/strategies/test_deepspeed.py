@@ -16,7 +16,7 @@ from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import AccumulationSchedule, Fabric, Trainer, TrainModule
+from phalanx import AccumulationSchedule, Trainer, TrainModule
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.strategies import DeepSpeedStrategy
 
@@ -233,67 +233,6 @@ def test_a_fit_under_any_strategy_after_one_under_another() -> None:
     sizes = [WINDOWS[step % len(WINDOWS)] for step in range(STEPS)]
     found = torch.tensor(results, dtype=torch.float64).mean(0)
     assert [part.mean().item() for part in found.split(sizes)] == pytest.approx(losses, rel=1e-4)
-
-
-# ---- gradients -----------------------------------------------------------------------------------------------------
-
-
-def with_fabric(place: dict[str, Any], window: int, clip: float | None) -> tuple[list[float], list[float], Any]:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=DeepSpeedStrategy(**place), accumulate=window)
-    fabric.launch()
-    net = mixture()
-    optimizer = optimizer_of(net)
-    model, optimizer = fabric.setup(net, optimizer)
-    data = fabric.setup_dataloaders(loader_of(2, count=7 * GLOBAL_BATCH))
-    losses, norms, gradient = [], [], None
-    for (rows,) in data:
-        with fabric.accumulate(model):
-            logits = model(rows)[:, :-1].flatten(0, 1)
-            loss = nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
-            losses.append(loss.item())
-            fabric.backward(loss)
-            if fabric.sync_gradients:
-                fabric.unscale_gradients(optimizer)
-                gradient = fabric.full_gradient(net.embed.weight)
-                if clip is not None:
-                    norm = fabric.clip_gradients(model, optimizer, max_norm=clip)
-                    assert norm is not None
-                    norms.append(float(norm))
-            optimizer.step()
-            optimizer.zero_grad()
-    fabric.free_memory()
-    return losses, norms, gradient
-
-
-@pytest.mark.parametrize(
-    ("place", "clip"), [("zero1", CLIP), ("zero2", None), ("zero3", CLIP), ("zero3", None), ("zero3-offload", CLIP)]
-)
-def test_fabric_accumulates(place: str, clip: float | None) -> None:
-    net, rows = mixture(), rows_of(7 * GLOBAL_BATCH)
-    optimizer = optimizer_of(net)
-    losses, norms = [], []
-    last: Tensor | None = None
-    # Seven micro-batches in windows of three, of which the last is short.
-    for start in (0, 3, 6):
-        parts = rows[start * GLOBAL_BATCH : (start + 3) * GLOBAL_BATCH].split(GLOBAL_BATCH)
-        optimizer.zero_grad()
-        for part in parts:
-            loss = loss_of(net, part)
-            (loss / len(parts)).backward()
-            losses.append(loss.item())
-        assert net.embed.weight.grad is not None
-        last = net.embed.weight.grad.clone()
-        for parameter in net.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip or float("inf"))))
-        optimizer.step()
-    results = run_on_ranks(2, with_fabric, PLACES[place], 3, clip)
-    found = torch.tensor([result[0] for result in results], dtype=torch.float64).mean(0)
-    assert found.tolist() == pytest.approx(losses, rel=1e-5)
-    for _, own, gradient in results:
-        torch.testing.assert_close(gradient, last, rtol=1e-4, atol=1e-6)
-        assert own == (pytest.approx(norms, rel=1e-5) if clip else [])
 
 
 # ---- precision, and modules that come in other ways --------------------------------------------------------------

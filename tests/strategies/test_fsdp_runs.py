@@ -1,4 +1,4 @@
-"""Runs under ``fsdp`` one after the other, evaluation, Fabric, manual optimization, and what is refused."""
+"""Runs under ``fsdp`` one after the other, evaluation, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from small_gpt import (
 )
 from torch import Tensor, nn
 
-from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import FSDPStrategy, hsdp
@@ -85,62 +84,6 @@ def test_validate_and_predict_after_a_fit(gather: str) -> None:
         for batch in predictions:
             assert batch.shape[1:] == (6, 13)
         assert ("DTensor" in kinds) == (gather == "none")
-
-
-def in_fabric(windows: int, stepped: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Train two models side by side through Fabric, in windows, clipped; the second follows the first."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp", accumulate=windows)
-    gpt, other = small_gpt(), nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1))
-    optimizer = optimizer_of(gpt)
-    x, y = token_data(96).tensors
-    if stepped:
-        loss_of(gpt(x[:12]), y[:12]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model, optimizer = fabric.setup(gpt, optimizer)
-    second, second_optimizer = fabric.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    losses, norms = [], []
-    for step in range(8):
-        mine = slice(step * 12 + fabric.global_rank * 6, step * 12 + fabric.global_rank * 6 + 6)
-        with fabric.accumulate(model):
-            loss = loss_of(model(x[mine]), y[mine])
-            fabric.backward(loss)
-            norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        norms += [] if norm is None else [norm.item()]
-        losses.append(loss.item())
-        fabric.backward(second(x[mine].float()).square().mean(), model=second)
-        second_optimizer.step()
-        second_optimizer.zero_grad()
-    return losses, norms, {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize(("windows", "stepped"), [(1, True), (2, False)])
-def test_fabric_trains_what_plain_torch_trains(windows: int, stepped: bool) -> None:
-    gpt, (x, y) = small_gpt(), token_data(96).tensors
-    optimizer = optimizer_of(gpt)
-    losses, norms = [], []
-    if stepped:
-        loss_of(gpt(x[:12]), y[:12]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for step in range(8):
-        batch = slice(step * 12, step * 12 + 12)
-        loss = loss_of(gpt(x[batch]), y[batch])
-        (loss / windows).backward()
-        if step % windows == windows - 1:
-            norms.append(nn.utils.clip_grad_norm_(gpt.parameters(), 0.1).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    results = run_on_ranks(2, in_fabric, windows, stepped)
-    torch.testing.assert_close(
-        per_update([each[0] for each in results], [1], 8), torch.tensor(losses), rtol=1e-5, atol=0
-    )
-    for _, own_norms, own in results:
-        assert own_norms == pytest.approx(norms, rel=1e-5)
-        torch.testing.assert_close(own, weights(gpt), rtol=1e-4, atol=2e-5)
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------
