@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from model_script import MODEL
 from messages import refuses
 from ranks import run_command, run_script, session_pids, started_script, wait_until
 
@@ -69,27 +70,15 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     assert done.returncode == 128 + signal.SIGKILL
 
 
-LEAVES = """
-import os
-import torch
-from phalanx import Trainer, TrainModule
-
-class Leaving(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
-
+LEAVES = f"""{MODEL}
+class Leaving(Model):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and self.global_rank == 1:
             os._exit(0)
-        return self.net(batch[:, None]).square().mean()
+        return super().training_step(batch, batch_idx)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-options = dict(logger=False, enable_checkpointing=False, enable_report=False)
-trainer = Trainer(accelerator='cpu', devices=2, strategy='ddp', max_epochs=1, **options)
-trainer.fit(Leaving(), torch.utils.data.DataLoader(torch.arange(8.0), 2))
+trainer = Trainer(accelerator='cpu', devices=2, strategy='ddp', max_epochs=1, enable_report=False, **quiet)
+trainer.fit(Leaving(), loader(8, 2))
 """
 
 
