@@ -160,35 +160,6 @@ def test_bf16_mixed_keeps_weights_and_reduces_in_fp32(windows: int) -> None:
         assert dtypes == gradients == {torch.float32}
 
 
-def clamped(strategy: str) -> list[Any]:
-    """Train with clipping by value through the Trainer and through a Fabric; return the weights of both."""
-    net = network()
-    module = Regressor(optimizer="sgd")
-    settings: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    given: Any = FSDPStrategy(gather_weights="all") if strategy == "fsdp" else strategy
-    silent_trainer(strategy=given, devices=2, max_steps=4, **settings).fit(module, loader(64, 4))
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.5))
-    for x, y in fabric.setup_dataloaders(loader(64, 4)):
-        optimizer.zero_grad()
-        fabric.backward(nn.functional.mse_loss(model(x), y))
-        fabric.clip_gradients(model, optimizer, clip_val=0.01)
-        optimizer.step()
-    return [
-        weights_of(module).tolist(),
-        {name: value.tolist() for name, value in fabric.full_state_dict(model).items()},
-    ]
-
-
-def test_clipping_by_value_equals_that_of_ddp() -> None:
-    (trained, looped), (others, _) = run_on_ranks(2, clamped, "fsdp")
-    expected, expected_loop = run_on_ranks(2, clamped, "ddp")[0]
-    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-6)
-    assert others == trained
-    torch.testing.assert_close(looped, expected_loop, rtol=0, atol=1e-6)
-
-
 def accumulated(shards: bool) -> tuple[list[bool], Tensor]:
     """Train two windows of three micro-batches; return whether there were gradients after each, and the weights."""
     fabric = Fabric(accelerator="cpu", devices=2, strategy=FSDPStrategy(accumulate_shards=shards), accumulate=3)
