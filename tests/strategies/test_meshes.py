@@ -34,7 +34,7 @@ TRAINED = [
     experts(4, "ep=2,dp_replicate=2"),
     experts(4, "ep=2,tp=2"),
 ]
-# test_pipeline_state.py and test_pipeline_sequences.py resume pipelines.
+# test_pipeline_sequences.py resumes pipelines.
 RESUMED = [
     Mesh("ddp", 2, "cp=2"),
     Mesh("ddp", 2, "tp=2"),
