@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Regressor, loader
-from parity_table import strategy_named
+from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 
 from phalanx import Trainer, checkpoint
@@ -42,32 +41,17 @@ class SaveBoth(Callback):
             trainer.save_checkpoint("behind.ckpt", asynchronous=True)
 
 
-def trainer_of(strategy: str, ranks: int, root: Path, *callbacks: Callback, **settings: Any) -> Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": ranks,
-        "strategy": strategy_named(strategy, str(root)),
-        "max_epochs": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": any(callback.runs_last for callback in callbacks),
-        "default_root_dir": root,
-        "num_sanity_val_steps": 0,
-    }
-    return Trainer(callbacks=list(callbacks), **{**defaults, **settings})
-
-
 def fit_and_resume(strategy: str, root: Path) -> tuple[list[float], list[float], list[float]]:
     """Return the losses after step 3: of a run that saves behind its training, and of those resumed from both saves."""
-    size = 1 if strategy == "single" else 2
     os.chdir(root)
+    ranks = 1 if strategy == "single" else 2
+    settings: dict[str, Any] = {"strategy": strategy, "devices": ranks, "max_epochs": 1, "default_root_dir": root}
     whole = Regressor(dropout=0.1)
-    trainer_of(strategy, size, root, SaveBoth()).fit(whole, loader(48))
+    silent_trainer(**settings, callbacks=[SaveBoth()]).fit(whole, loader(48))
     resumed = []
     for name in ("behind.ckpt", "here.ckpt"):
         module = Regressor(dropout=0.1)
-        trainer_of(strategy, size, root).fit(module, loader(48), ckpt_path=root / name)
+        silent_trainer(**settings).fit(module, loader(48), ckpt_path=root / name)
         resumed.append(module.losses)
     return whole.losses[3:], resumed[0], resumed[1]
 
