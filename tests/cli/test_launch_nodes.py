@@ -106,26 +106,6 @@ def test_a_node_that_is_gone_ends_the_other_with_one_sentence(tmp_path: Path, ra
     assert not any(session_pids(node.pid) for node in nodes)
 
 
-def test_hosts_that_a_cut_cable_separates_end_both(tmp_path: Path, rank_script: Path) -> None:
-    if reason := reason_against():
-        pytest.skip(reason)
-    launcher = tmp_path / "launch.py"
-    launcher.write_text(LAUNCH)
-    with two_hosts() as hosts:
-        nodes = hosts.start_launched(launcher, rank_script, [str(tmp_path), "wait", "-"], tmp_path)
-        wait_until(lambda: len(started(tmp_path)) == 2, seconds=90.0)
-        hosts.cut()
-        codes = ended(nodes, 40.0)
-    assert codes == [1, 1]
-    ends = "does not answer: its launcher or its host has ended, or cannot be reached"
-    name = f"node 1 ({socket.gethostname()})"
-    last = [(tmp_path / f"host_{number}.txt").read_text().splitlines()[-1] for number in range(2)]
-    assert last == [
-        f"phalanx: {name} {ends}",
-        f"phalanx: node 0 at {ADDRESSES[0]}:{PORT} {ends}",
-    ]
-
-
 def _address(node: subprocess.Popen[str]) -> str:
     arguments = [str(each) for each in node.args] if isinstance(node.args, list) else []
     return arguments[arguments.index("--rdzv") + 1]
