@@ -270,7 +270,7 @@ def run_chaos(
 ) -> dict[tuple[Setting, str], Tally]:
     """Run all trials, printing the table.
 
-    ``options``: ``in_a_row``, ``seed``, ``seconds``; ``ranks``, numbers of them; ``saving``, asynchronously or not in turn.
+    ``options``: ``in_a_row``, ``seed``, ``seconds``; ``ranks``, numbers of them; ``saving``: whether asynchronous ones.
     """
     tallies = {}
     print(HEADER, flush=True)

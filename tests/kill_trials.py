@@ -1,4 +1,4 @@
-"""The run that is killed in trials at random instants: ``kill_run.py``, its result, and how the results of two differ."""
+"""The run that is killed at random instants, ``kill_run.py``: its result, and how the results of two differ."""
 
 from __future__ import annotations
 

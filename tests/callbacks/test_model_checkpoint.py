@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from small_fits import Tiny, capturing, loader, quiet_trainer
 
 from phalanx import checkpoint
 from phalanx.callbacks import Callback, ModelCheckpoint
-from phalanx.framework.core.errors import ConfigurationError, MetricError, NonFiniteError
+from phalanx.framework.core.errors import ConfigurationError, MetricError
 from phalanx.framework.metrics.logger import Logger
-from phalanx.framework.resume import checkpoint_saver as saver_module
 
 NAN = float("nan")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -12,11 +11,9 @@ import pytest
 from command_terminal import warm_command
 from ranks import run_command
 
-from phalanx.cli import torch_checks
 from phalanx.cli.machine_checks import (
     Check,
     check_limits,
-    check_network,
     check_ranks,
     check_software,
     check_storage,

@@ -12,9 +12,8 @@ import launched_fit
 import pytest
 import torch
 from called_command import CalledCommand
-from launched_nodes import LAUNCH, RANK, outcome, several_nodes, started
+from launched_nodes import RANK, outcome, several_nodes, started
 from ranks import session_pids, wait_until
-from two_hosts import ADDRESSES, PORT, ended, reason_against, two_hosts
 
 FIT = Path(launched_fit.__file__)
 

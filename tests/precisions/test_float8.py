@@ -12,13 +12,12 @@ import pytest
 import torch
 from language_model import Block, LanguageModel, adamw, token_loader, tokens
 from messages import refuses
-from models import Regressor, loader, silent_trainer, weights_of
+from models import Regressor, loader, silent_trainer
 from parity_table import converted_by_hand
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
 from phalanx import Fabric, TrainModule
-from phalanx.callbacks import EMAWeightAveraging
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.precisions import Float8Mixed, float8

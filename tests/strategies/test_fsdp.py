@@ -16,6 +16,7 @@ from phalanx import AccumulationSchedule
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.strategies import FSDPStrategy
 
+
 def trained(
     ranks: int, strategy: Any, windows: list[int], clip: float | None, steps: int = STEPS
 ) -> tuple[list[float], dict[str, Tensor], list[str]]:

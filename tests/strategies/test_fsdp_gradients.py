@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Regressor, loader, network, plain_steps, silent_trainer, weights_of
+from models import network, plain_steps
 from ranks import run_on_ranks
 from small_gpt import SmallGPT, connected, loss_of, optimizer_of, small_gpt, token_data
 from torch import Tensor, nn

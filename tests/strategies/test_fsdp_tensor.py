@@ -12,7 +12,6 @@ from ranks import run_on_ranks
 from small_gpt import (
     GLOBAL_BATCH,
     Language,
-    SmallGPT,
     by_hand,
     loss_of,
     per_update,
@@ -27,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.strategies import FSDPStrategy
+
 
 class Parallel(Language):
     def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from phalanx import Callback
-from phalanx.callbacks import EMAWeightAveraging
 from phalanx.errors import NonFiniteError
 from phalanx.strategies import PipelineStrategy
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from language_model import LanguageModel, token_loader
 from models import silent_trainer
 from ranks import run_on_ranks
-from torch import nn
 
 import phalanx
-from phalanx import Trainer
-from phalanx.callbacks import LambdaCallback, ModelCheckpoint
-from phalanx.strategies import PipelineStrategy
+from phalanx.callbacks import ModelCheckpoint
 
 STEPS, HALF, WINDOW = 4, 2, 2
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from language_model import token_loader
 from messages import refuses, says
-from models import Regressor, loader, plain_steps, regression_data, silent_trainer
+from models import Regressor, loader, plain_steps, silent_trainer
 from ranks import run_on_ranks
 from split_model import SplitModel, by_hand, mean_losses, paths, trained
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from phalanx import Split

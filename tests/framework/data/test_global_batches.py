@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from models import Regressor, loader, network, plain_steps, regression_data, silent_trainer, weights_of
+from models import Regressor, loader, plain_steps, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from phalanx import Trainer

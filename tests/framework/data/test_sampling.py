@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.framework.core.position_rng import RandomStream, SeededBatch, SeededDataset, SeededIndex, mix_seed
-from phalanx.framework.data.orders import NaturalOrder, Order, SamplerOrder, permutation
-from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
+from phalanx.framework.core.position_rng import SeededBatch, SeededDataset, SeededIndex, mix_seed
+from phalanx.framework.data.orders import NaturalOrder, Order, SamplerOrder
+from phalanx.framework.data.samplers import TrainingSampler
 from phalanx.framework.distributed.data_parallel import part_of
 
 LENGTHS = (0, 1, 2, 5, 7, 22, 1797)

@@ -9,8 +9,8 @@ import torch
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 
-from phalanx.callbacks import Callback, EarlyStopping
-from phalanx.framework.core.errors import DesyncError, NonFiniteError
+from phalanx.callbacks import Callback
+from phalanx.framework.core.errors import DesyncError
 from phalanx.framework.distributed.control import Triggers
 from phalanx.framework.distributed.world import World
 

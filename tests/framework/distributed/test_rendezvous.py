@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from free_ports import free_port
-from model_script import MODEL
 from messages import refuses
+from model_script import MODEL
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.distributed import rendezvous

@@ -7,12 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-from messages import refuses
-
 import phalanx
 from phalanx import Fabric
-from phalanx.errors import UnknownArgumentError
 from phalanx.framework.fabric.fabric import ABSENT
 
 PAGE = Path(phalanx.__file__).parent / "docs" / "fabric.md"

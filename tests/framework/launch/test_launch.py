@@ -16,8 +16,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from model_script import MODEL
 from messages import refuses
+from model_script import MODEL
 from ranks import run_command, run_script, session_pids, started_script, wait_until
 
 from phalanx.framework.core.errors import ConfigurationError, RankError

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_script import MODEL
 from messages import refuses
+from model_script import MODEL
 from models import Regressor, loader, silent_trainer
 from ranks import completed, started_script, wait_until
 

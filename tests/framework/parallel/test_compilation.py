@@ -21,8 +21,6 @@ from small_gpt import (
     Language,
     SmallGPT,
     assert_close,
-    loss_of,
-    optimizer_of,
     small_gpt,
     token_data,
     token_loader,
@@ -34,7 +32,6 @@ from torch.utils.data import DataLoader, Subset
 
 from phalanx import Fabric, Trainer, TrainModule
 from phalanx.errors import ConfigurationError
-from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.parallel.compilation import CompiledForward, compilation
 from phalanx.framework.parallel.strategy import Strategy
 from phalanx.strategies import FSDPStrategy

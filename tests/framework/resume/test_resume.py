@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from messages import refuses
-from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
+from models import Regressor, loader, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from phalanx.framework.checkpoint.reader import open_checkpoint
-from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.system.atomic_files import hidden_sibling
 
 # An epoch of one process has windows of 1, 2 and 3 batches, of which the last is cut, and ends within the cycle.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_script import MODEL
 from messages import refuses
+from model_script import MODEL
 from models import Regressor, loader, silent_trainer
 from ranks import run_script
 

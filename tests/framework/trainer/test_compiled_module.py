@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import ConfigurationError
 
+
 class Steps(Regressor):
     """Notes whether each step was traced by the compiler."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from exhausted import PLACES, Exhausted
 from messages import refuses
-from models import Regressor, regression_data, silent_trainer, weights_of
+from models import Regressor, regression_data, silent_trainer
 from ranks import run_on_ranks
 from torch.utils.data import DataLoader, IterableDataset
 
