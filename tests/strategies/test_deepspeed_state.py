@@ -56,7 +56,8 @@ def resumed(ranks: int, strategy: Any, steps: int, root: str, resume: str | None
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_checkpoint_with_odd_shapes_loads_in_one_process_and_back(stage: int, tmp_path: Path) -> None:
-    strategy = DeepSpeedStrategy(stage=stage, **({"round_robin_gradients": True} if stage == 2 else {}))
+    arguments: dict[str, Any] = {"round_robin_gradients": True} if stage == 2 else {}
+    strategy = DeepSpeedStrategy(stage=stage, **arguments)
     root, first, second = str(tmp_path), str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
     losses = torch.tensor(run_on_ranks(2, resumed, 2, strategy, 3, root, None, first)).mean(0).tolist()
     losses += resumed(1, "single", 5, root, first, second)

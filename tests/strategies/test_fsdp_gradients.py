@@ -150,9 +150,9 @@ def test_bf16_mixed_keeps_weights_and_reduces_in_fp32(windows: int) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     x = torch.linspace(-1, 1, 6 * 16).view(16, 1, 6)
 
-    @torch.autocast("cpu", torch.bfloat16)
-    def loss_of(x: Tensor) -> Any:
-        return (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
+    def loss_of(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
 
     losses = plain_steps(optimizer, loss_of, [x] * 5)
     for own, dtypes, gradients in run_on_ranks(2, narrow, windows):

@@ -45,7 +45,7 @@ def public_calls() -> dict[str, Callable[..., object]]:
     """Return the public functions and classes, and the methods of the objects that programs call, by name."""
     faces = (phalanx, callbacks, checkpoint, precisions, strategies)
     named = {name: getattr(face, name) for face in faces for name in face.__all__} | {"CSVLogger": CSVLogger}
-    found = {
+    found: dict[str, Callable[..., object]] = {
         name: each
         for name, each in named.items()
         if inspect.isfunction(each) or (inspect.isclass(each) and not issubclass(each, BaseException))
