@@ -40,7 +40,7 @@ help:
 	@echo "make semantics what programs do to weights, gradients and modules, under every strategy; writes the docs' table"
 	@echo "make pretrained a model of the size of GPT-2 from and to folders of transformers, under each strategy"
 	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
-	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy and number of ranks)"
+	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy, number of ranks and victim)"
 	@echo "make recover  kill ranks at random instants: restarted from memory, they must end bit for bit (TRIALS=20)"
 	@echo "make nodes    lose nodes of a launch at random instants: a spare takes over bit for bit, or fewer ranks go on (TRIALS=20)"
 	@echo "make chaos    disturb runs in every way a machine knows (TRIALS=20 for each strategy and fault)"
@@ -204,7 +204,8 @@ matrix: $(DEV)
 # ARGS='--strategies ddp,zero3 --ranks 3 --saving asynchronous --seed 7'
 TRIALS ?= 20
 kill: $(DEV)
-	$(PY) tests/kill_trials.py --trials $(TRIALS) $(ARGS)
+	$(PY) tests/chaos.py --faults kill-rank,kill-all,kill-launcher --ranks 2,3 --saving both --trials $(TRIALS) \
+	    --strategies 'single,ddp,fsdp,pipeline,zero2,zero3,fsdp tp=2,pipeline pp=2 dp_shard=2' $(ARGS)
 
 # ARGS='--strategies "ddp,fsdp tp=2" --ranks 3 --snapshots auto --seed 7'
 recover: $(DEV)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from models import plain_steps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -131,15 +132,7 @@ def row_loader(count: int, batch_size: int) -> DataLoader[Any]:
 def by_hand(module: Adapted, data: Tensor, batch_size: int, steps: int) -> list[float]:
     """Train in one process with plain torch on batches of ``batch_size`` rows; return the loss of each step."""
     module.train()
-    optimizer = module.configure_optimizers()
-    losses = []
-    for batch in data.split(batch_size)[:steps]:
-        loss = module.loss(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return plain_steps(module.configure_optimizers(), module.loss, data.split(batch_size)[:steps])
 
 
 def frozen_of(module: nn.Module) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hostile import read_all
 from models import Regressor, loader, silent_trainer
 from ranks import close_pools, run_on_ranks
 
@@ -55,13 +56,6 @@ def saved(folder: Path, strategy: str = "fsdp") -> Path:
     return path
 
 
-def read_all(path: Path) -> None:
-    """Read every tensor."""
-    opened = checkpoint.open_checkpoint(path)
-    for section in opened.sections:
-        opened.read_section(section)
-
-
 def accepted(reader: Callable[[Path], object], path: Path) -> bool:
     """Whether a reader takes a checkpoint for good."""
     try:
@@ -74,15 +68,19 @@ READERS: tuple[Callable[[Path], object], ...] = (checkpoint.verify, checkpoint.l
 
 
 def flip(path: Path, flips: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Flip bits one at a time, each byte as likely as any other; return flips by file, and what was accepted."""
+    """Flip bits one at a time; return flips by file, and what was accepted.
+
+    All bits of the first eight bytes of a file, which tell how to read the rest; then each byte as likely as any other.
+    """
     assert all(accepted(reader, path) for reader in READERS)
     generator = random.Random(seed)
     contents = {file: file.read_bytes() for file in sorted(path.iterdir())}
     where = generator.choices(list(contents), weights=[len(data) for data in contents.values()], k=flips)
+    bits = [(file, bit) for file in contents for bit in range(64)]
+    bits += [(file, generator.randrange(8 * len(contents[file]))) for file in where]
     done: Counter[str] = Counter()
     taken = []
-    for file in where:
-        bit = generator.randrange(8 * len(contents[file]))
+    for file, bit in bits:
         data = bytearray(contents[file])
         data[bit // 8] ^= 1 << bit % 8
         file.write_bytes(data)

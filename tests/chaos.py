@@ -2,6 +2,7 @@
 
     python tests/chaos.py
     python tests/chaos.py --trials 20 --strategies ddp,fsdp,zero2 --faults stop,full --seed 7
+    python tests/chaos.py --strategies "fsdp tp=2,zero3" --ranks 2,3 --saving both
 
 The training command is ``kill_run.py``: it saves after every optimizer step and logs every loss. A trial is one fault:
 
@@ -12,8 +13,9 @@ The training command is ``kill_run.py``: it saves after every optimizer step and
     full                                 the disk is full until the run has ended
     damage                               SIGKILL to all, and a bit of the newest checkpoint is flipped
 
-After a fault no process may be left, and all must be gone within ``--seconds`` of it. The command is started again, and
-disturbed again, until it gets to its end: every row of ``metrics.csv``, the metrics, the weights and the moments must
+After a fault no process may be left, all must be gone within ``--seconds`` of it, every directory with a checkpoint's
+name must verify, and the newest may not stand further back than before. The command is started again, and disturbed
+again, until it gets to its end: every row of ``metrics.csv``, the metrics, the weights and the moments must
 be those of an undisturbed run, bit for bit. Batches that were computed again are counted. A fault that came
 when the fit was over, while the script ran on, is no trial.
 """
@@ -31,7 +33,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ from kill_trials import (
     differences,
     finish,
     hidden,
+    newest_step,
+    numbers_of_ranks,
     result_of,
     whole_run,
 )
@@ -53,6 +57,7 @@ from phalanx.framework.checkpoint.manifest import read_manifest
 from phalanx.framework.checkpoint.verify import verify
 
 STRATEGIES = ("ddp", "fsdp", "zero2")
+SAVING = {"synchronous": [False], "asynchronous": [True], "both": [False, True]}
 KILLS = ("kill-rank", "kill-all", "kill-launcher")
 TERMS = ("term-rank", "term-all", "term-launcher")
 FAULTS = (*KILLS, *TERMS, "stop", "stop-kill", "full", "damage")
@@ -91,6 +96,7 @@ class Chaos:
     seconds: float
     tally: Tally = field(default_factory=Tally)
     damaged: set[int] = field(default_factory=set)
+    step: int = 0
 
     def run(self, times: int, start_seconds: float, expected: dict[str, Any]) -> Tally:
         """Disturb the run up to ``times`` times, then let it end and compare."""
@@ -169,9 +175,14 @@ class Chaos:
             raise Killed(f"exit code {code} instead of {sorted(expected)}; it printed:\n{launch.printed()}")
         if took > self.seconds and self.fault != "full":
             raise Killed(f"took {took:.1f} s to end; it printed:\n{launch.printed()}")
-        for path in checkpoints(self.root):
-            if path.stat().st_ino not in self.damaged and (problems := verify(path)):
-                raise Killed(f"{path.name} does not verify: {problems[0]}")
+        if self.fault == "damage":
+            for path in checkpoints(self.root):
+                if path.stat().st_ino not in self.damaged and (problems := verify(path)):
+                    raise Killed(f"{path.name} does not verify: {problems[0]}")
+            return
+        before, self.step = self.step, newest_step(self.root)
+        if self.step < before:
+            raise Killed(f"the newest checkpoint is of step {self.step}, and before the fault it was of {before}")
 
     def _expected(self) -> set[int]:
         if self.fault.startswith("term"):
@@ -231,9 +242,12 @@ def run_fault(
     """Run the trials of one fault, several in each run; None where this machine does not permit them."""
     total = Tally()
     in_a_row, seed, seconds = options["in_a_row"], options["seed"], options["seconds"]
+    saving = options.get("saving", [False])
     number = 0
     while total.trials < trials and len(total.problems) < 3:
-        choice = random.Random(f"{seed}/{setting.strategy}/{fault}/{number}")
+        choice = random.Random(f"{seed}/{setting.strategy}/{setting.ranks}/{fault}/{number}")
+        # A worker takes seconds to see that its rank was killed, so few runs have one.
+        setting = replace(setting, asynchronous=saving[number % len(saving)], workers=int(number % 6 == 5))
         with disk(folder / f"{fault}-{number}") if fault == "full" else contextlib.nullcontext(folder) as place:
             if place is None:
                 return None
@@ -253,40 +267,45 @@ def run_fault(
 
 def run_chaos(
     folder: Path, strategies: Iterable[str], faults: Iterable[str], trials: int, **options: Any
-) -> dict[tuple[str, str], Tally]:
-    """Run all trials, printing the table; ``options``: ``in_a_row``, ``seed`` and ``seconds``."""
+) -> dict[tuple[Setting, str], Tally]:
+    """Run all trials, printing the table.
+
+    ``options``: ``in_a_row``, ``seed``, ``seconds``; ``ranks``, numbers of them; ``saving``: whether asynchronous ones.
+    """
     tallies = {}
     print(HEADER, flush=True)
-    for strategy in strategies:
-        setting = Setting(strategy, 1 if strategy == "single" else 2)
-        expected = whole_run(folder / strategy / "undisturbed", setting)
+    ranks = options.pop("ranks", [2])
+    for setting in [Setting(one, number) for one in strategies for number in numbers_of_ranks(one, ranks)]:
+        place = folder / f"{setting.strategy.replace(' ', '-')}-{setting.ranks}"
+        expected = whole_run(place / "undisturbed", setting)
         for fault in faults:
             if setting.ranks == 1 and fault in SEVERAL:
                 continue
-            tally = run_fault(folder / strategy, setting, fault, trials, expected, **options)
+            tally = run_fault(place, setting, fault, trials, expected, **options)
             if tally is None:
-                print(f"{strategy:8}  {fault:13}  skipped: no disk may be mounted here", flush=True)
+                print(f"{setting.strategy:25}  {fault:13}  skipped: no disk may be mounted here", flush=True)
                 continue
-            tallies[strategy, fault] = tally
-            print(row(strategy, fault, tally), flush=True)
+            tallies[setting, fault] = tally
+            print(row(setting, fault, tally), flush=True)
             for problem in tally.problems:
                 print(problem, flush=True)
     return tallies
 
 
 HEADER = (
-    "strategy  fault          trials  bit-identical  orphans  "
+    "strategy                   ranks  fault          trials  bit-identical  orphans  "
     "seconds to exit, median and most  batches again  exit codes"
 )
 
 
-def row(strategy: str, fault: str, tally: Tally) -> str:
+def row(setting: Setting, fault: str, tally: Tally) -> str:
     """Return a line of the table."""
     times = sorted(tally.seconds) or [math.nan]
     took = f"{times[len(times) // 2]:.2f}, {times[-1]:.2f}" if tally.seconds else "continues"
     codes = ", ".join(f"{count} x {code}" for code, count in sorted(tally.codes.items()))
     return (
-        f"{strategy:8}  {fault:13}  {tally.trials:6}  {f'{tally.identical} of {tally.trials}':>13}  {tally.orphans:7}  "
+        f"{setting.strategy:25}  {setting.ranks:5}  {fault:13}  {tally.trials:6}  "
+        f"{f'{tally.identical} of {tally.trials}':>13}  {tally.orphans:7}  "
         f"{took:>33}  {tally.again:13}  {codes}"
     )
 
@@ -295,7 +314,11 @@ def main() -> None:
     """Run trials from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--trials", type=int, default=20, help="for each strategy and fault")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="names, with commas between")
+    parser.add_argument(
+        "--strategies", default=",".join(STRATEGIES), help="names, with commas between; degrees as in 'fsdp tp=2'"
+    )
+    parser.add_argument("--ranks", default="2", help="numbers of ranks, with commas between")
+    parser.add_argument("--saving", choices=SAVING, default="synchronous")
     parser.add_argument("--faults", default=",".join(FAULTS), help="names, with commas between")
     parser.add_argument("--in-a-row", type=int, default=4, help="how often one run is disturbed at most")
     parser.add_argument("--seconds", type=float, default=2.0, help="how long a killed run may take to be gone")
@@ -313,6 +336,8 @@ def main() -> None:
             in_a_row=options.in_a_row,
             seed=options.seed,
             seconds=options.seconds,
+            ranks=[int(number) for number in options.ranks.split(",")],
+            saving=SAVING[options.saving],
         )
     sys.exit(any(tally.problems for tally in tallies.values()))
 

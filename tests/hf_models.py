@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import plain_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -111,14 +112,7 @@ def by_hand(kind: str, folder: Path, steps: int) -> tuple[list[float], nn.Module
 
 def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Tensor]) -> list[float]:
     """Train a language model by a plain loop; return the loss of each step."""
-    losses = []
-    for batch in batches:
-        loss = model(input_ids=batch, labels=batch).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return plain_steps(optimizer, lambda batch: model(input_ids=batch, labels=batch).loss, batches)
 
 
 class SplitConv1D(ParallelStyle):

@@ -46,6 +46,14 @@ def counted_collectives() -> Iterator[list[str]]:
             setattr(dist, name, function)
 
 
+KINDS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
+
+def metrics_of(trainer: Any) -> dict[str, dict[str, float]]:
+    """Return all metrics of a Trainer, by where they are shown."""
+    return {kind: numbers(getattr(trainer, kind)) for kind in KINDS}
+
+
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
     """Return metrics as floats."""
     return {name: float(value) for name, value in metrics.items()}

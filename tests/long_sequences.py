@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from models import plain_steps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -162,16 +163,12 @@ def by_hand(
     windows: int, clip: float | None, steps: int, batch_size: int, lr: float = 1e-2, experts: int = 0, blocks: int = 2
 ) -> tuple[list[float], LongModel]:
     """Train on global batches of ``windows * batch_size`` rows; return the loss of each step and the model."""
-    module, losses = LongModel(lr, experts=experts, blocks=blocks), []
-    optimizer = module.configure_optimizers()
-    given, size = rows(), windows * batch_size
-    for step in range(steps):
-        tokens, targets = (torch.stack(each) for each in zip(*given[step * size : (step + 1) * size], strict=True))
-        loss = module.loss((tokens, targets, torch.arange(LENGTH)))
-        optimizer.zero_grad()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
+    module = LongModel(lr, experts=experts, blocks=blocks)
+    size = windows * batch_size
+    losses = plain_steps(
+        module.configure_optimizers(),
+        lambda batch: module.loss((*batch, torch.arange(LENGTH))),
+        loader(size, steps * size),
+        clip,
+    )
     return losses, module

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import textwrap
 from typing import NamedTuple
+
+import torch
+from torch import nn
 
 from phalanx.cli.migrate.edits import apply
 from phalanx.cli.migrate.script import migrate_script
@@ -38,3 +43,31 @@ def assert_becomes(before: str, after: str, is_package_file: bool = False) -> No
     found = rewritten(before, is_package_file)
     assert found.text == textwrap.dedent(after)
     assert found.left == []
+
+
+def assert_losses_by_hand(done: subprocess.CompletedProcess[str], halved_every: int) -> None:
+    """Compare the losses that a script has printed with those of plain torch.
+
+    Args:
+        done: the script, which has ended.
+        halved_every: the number of updates after which the learning rate is halved.
+    """
+    torch.manual_seed(7)
+    inputs = torch.randn(32, 4)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, halved_every, gamma=0.5)
+    expected = []
+    batches = list(zip(inputs.split(4), inputs.sum(1, keepdim=True).split(4), strict=True))
+    for index, (x, y) in enumerate(2 * batches):
+        loss = nn.functional.mse_loss(net(x), y)
+        expected.append(loss.item())
+        (loss / 2).backward()
+        if index % 2:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert done.returncode == 0, done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("losses ")]
+    assert json.loads(line.removeprefix("losses ")) == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -68,6 +70,31 @@ def loader(count: int = 64, batch_size: int = 4, **arguments: Any) -> DataLoader
 def silent_trainer(**arguments: Any) -> Trainer:
     """Return a Trainer that writes and prints nothing, unless told otherwise."""
     return Trainer(**{**SILENT, **arguments})
+
+
+def windows_of(size: int, windows: Sequence[int], steps: int) -> list[slice]:
+    """Return the rows of each step, which has ``size`` of them for each batch of its window."""
+    ends = accumulate(size * windows[step % len(windows)] for step in range(steps))
+    return [slice(*each) for each in pairwise([0, *ends])]
+
+
+def plain_steps(
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    clip: float | None = None,
+) -> list[float]:
+    """Train with plain torch, one step for each batch, and return the losses. ``clip``: the largest norm."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(batch)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def weights_of(module: nn.Module) -> Tensor:

@@ -14,7 +14,6 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,9 +22,9 @@ from typing import Any
 import torch
 from language_model import LanguageModel, adamw, token_loader, tokens
 from marked_pages import write_table
-from models import silent_trainer
+from models import plain_steps, silent_trainer, windows_of
 from ranks import close_pools, run_on_ranks
-from torch import nn
+from torch import Tensor
 
 import phalanx.strategies
 from phalanx import AccumulationSchedule
@@ -86,23 +85,15 @@ def by_hand(precision: str, batches: Sequence[int], clip: float | None) -> list[
 
     ``batches``: the number of global batches of each step.
     """
-    module, rows = LanguageModel(), tokens(ROWS)
+    module, data = LanguageModel(), tokens(ROWS)
     if precision == "fp8-mixed":
         converted_by_hand(module)
-    optimizer = adamw(module, module.lr)
-    losses, position = [], 0
-    context = nullcontext() if precision == "32-true" else torch.autocast("cpu", torch.bfloat16)
-    for count in (GLOBAL_BATCH * number for number in batches):
-        with context:
-            loss = module.loss(rows[position : position + count])
-        position += count
-        optimizer.zero_grad()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+
+    def loss_of(rows: slice) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision != "32-true"):
+            return module.loss(data[rows])
+
+    return plain_steps(adamw(module, module.lr), loss_of, windows_of(GLOBAL_BATCH, batches, len(batches)), clip)
 
 
 def converted_by_hand(module: LanguageModel) -> None:

@@ -7,10 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from models import plain_steps, windows_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
+from phalanx.framework.core.precision import resolve_precision
+from phalanx.strategies import FSDPStrategy
 
 VOCABULARY, WIDTH, LENGTH = 13, 8, 6
 STEPS = 20
@@ -128,18 +131,8 @@ def by_hand(windows: Sequence[int], clip: float | None, steps: int = STEPS) -> t
     """Train on global batches of 12 times the window in plain torch; return losses and weights."""
     x, y = token_data().tensors
     gpt = small_gpt()
-    optimizer = optimizer_of(gpt)
-    losses, position = [], 0
-    for step in range(steps):
-        count = GLOBAL_BATCH * windows[step % len(windows)]
-        loss = loss_of(gpt(x[position : position + count]), y[position : position + count])
-        position += count
-        optimizer.zero_grad()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(gpt.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
+    batches = windows_of(GLOBAL_BATCH, windows, steps)
+    losses = plain_steps(optimizer_of(gpt), lambda rows: loss_of(gpt(x[rows]), y[rows]), batches, clip)
     return torch.tensor(losses), weights(gpt)
 
 
@@ -159,3 +152,9 @@ def per_update(ranks: Sequence[Sequence[float]], windows: Sequence[int], steps: 
     """Return the mean loss of each update from the losses of each rank's micro-batches."""
     rows = torch.tensor(ranks, dtype=torch.float64).mean(0)
     return torch.stack([part.mean() for part in rows.split([windows[s % len(windows)] for s in range(steps)])]).float()
+
+
+def connected(strategy: FSDPStrategy, precision: str = "32-true") -> FSDPStrategy:
+    """Return a strategy that has met the other ranks."""
+    strategy.connect("cpu", 1, resolve_precision(precision))
+    return strategy

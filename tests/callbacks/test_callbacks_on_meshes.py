@@ -30,6 +30,7 @@ MESHES = [
     Mesh("ddp", 2, "cp=2"),
     Mesh("fsdp", 2, "cp=2"),
     Mesh("pipeline", 2, "pp=2"),
+    Mesh("pipeline", 4, "pp=2,dp_shard=2"),
 ]
 EPOCHS, COUNT, BATCH, DECAY = 2, 32, 8, 0.8
 
@@ -70,7 +71,7 @@ def trained(mesh: Mesh, kind: str) -> tuple[list[float], dict[str, Tensor]]:
         callbacks=[callbacks[kind](), GradientNormMonitor(), LambdaCallback(on_train_batch_end=note)],
         verbose=False,
     )
-    trainer.fit(module, loader(BATCH // window, COUNT), loader(BATCH, 16))
+    trainer.fit(module, loader(BATCH // window // trainer.fabric.resources.data_size, COUNT), loader(BATCH, 16))
     state = module.state_dict()
     return norms, {name: tensor.clone() for name, tensor in state.items() if not tensor.is_meta}
 

@@ -42,12 +42,6 @@ def test_an_absent_name_is_documented_and_its_import_says_what_to_use(name: str)
     assert f"`{name}`" in page.read_text()
 
 
-def test_other_names_are_unknown() -> None:
-    assert not hasattr(callbacks, "EarlyStoping")
-    with pytest.raises(ImportError, match="cannot import name 'EarlyStoping'"):
-        exec("from phalanx.callbacks import EarlyStoping")
-
-
 @pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
 def test_a_progress_bar_with_the_arguments_of_lightning(kind: Any, tmp_path: Path, capsys: Any) -> None:
     for rate in (0, 20):

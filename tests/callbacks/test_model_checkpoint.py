@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from small_fits import Tiny, capturing, loader, quiet_trainer
 
 from phalanx import checkpoint
 from phalanx.callbacks import Callback, ModelCheckpoint
-from phalanx.framework.core.errors import ConfigurationError, MetricError, NonFiniteError
+from phalanx.framework.core.errors import ConfigurationError, MetricError
 from phalanx.framework.metrics.logger import Logger
-from phalanx.framework.resume import checkpoint_saver as saver_module
 
 NAN = float("nan")
 
@@ -139,27 +137,6 @@ def test_weights_alone_can_be_saved(tmp_path: Path) -> None:
     assert set(checkpoint.open_checkpoint(saver.best_model_path).sections) == {"model"}
 
 
-def test_a_checkpoint_that_is_refused_for_weights_that_are_not_finite_leaves_all_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = ModelCheckpoint(tmp_path / "kept", monitor="metric", save_last=True)
-    trainer = quiet_trainer(tmp_path, saver, max_epochs=2)
-    save: Callable[..., Path] = vars(saver_module)["save"]
-
-    def refusing(*args: Any, **settings: Any) -> Path:
-        if trainer.current_epoch == 1:
-            raise NonFiniteError("layer.weight is not finite")
-        return save(*args, **settings)
-
-    monkeypatch.setattr(saver_module, "save", refusing)
-    notes = capturing(trainer)
-    trainer.fit(Tiny({"metric": [2, 1]}), loader(), loader(4))
-    assert names(tmp_path / "kept") == ["epoch=0-step=4.ckpt", "last.ckpt"]
-    assert saver.best_model_score is not None
-    assert saver.best_model_score.item() == 2
-    assert any("No checkpoint was saved at step 8: layer.weight is not finite" in note for note in notes)
-
-
 def test_a_checkpoint_with_weights_that_are_not_finite_is_not_saved(tmp_path: Path) -> None:
     class Spoiled(Tiny):
         def on_train_epoch_end(self) -> None:
@@ -253,14 +230,6 @@ def test_a_taken_name_gets_a_version_or_is_replaced(tmp_path: Path) -> None:
     assert progress(saver.best_model_path)["global_step"] == 12
     fit(tmp_path, ModelCheckpoint(tmp_path / "newest", "model"), max_epochs=3)
     assert names(tmp_path / "newest") == ["model.ckpt"]
-
-
-@pytest.mark.parametrize("settings", [{"monitor": "metrik"}, {"filename": "{metrik:.2f}"}])
-def test_an_unknown_metric_is_an_error_with_the_closest_name(tmp_path: Path, settings: dict[str, Any]) -> None:
-    saver = ModelCheckpoint(tmp_path / "kept", **settings)
-    with refuses(MetricError, "'metrik'", "'metric'"):
-        fit(tmp_path, saver, [1, 2])
-    assert names(tmp_path / "kept") == []
 
 
 def test_an_unknown_metric_is_an_error_by_steps_too(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import launched_fit
 import pytest
 from called_command import CalledCommand
 from launched_nodes import LAUNCH, RANK, started
+from model_script import MODEL
 from ranks import run_command, run_script
 
 from phalanx.cli import rank_launch
@@ -19,21 +20,8 @@ from phalanx.cli.main import main
 from phalanx.framework.launch.launch_context import NodeOptions
 
 # A fit that resumes from its newest checkpoint.
-RESUMED = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from phalanx import Trainer, TrainModule
-
-class Model(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-    def training_step(self, batch, index):
-        return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+RESUMED = f"""{MODEL}
+data = loader(4, batch_size=2)
 trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False)
 trainer.fit(Model(), data, ckpt_path="auto")
 """
@@ -43,7 +31,6 @@ trainer.fit(Model(), data, ckpt_path="auto")
 TWO_FITS = (
     RESUMED.partition("trainer =")[0]
     + """
-import os, signal
 class Killed(Model):
     def training_step(self, batch, index):
         if self.global_step == 2:

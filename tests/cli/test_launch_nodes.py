@@ -12,9 +12,8 @@ import launched_fit
 import pytest
 import torch
 from called_command import CalledCommand
-from launched_nodes import LAUNCH, RANK, outcome, several_nodes, started
+from launched_nodes import RANK, outcome, several_nodes, started
 from ranks import session_pids, wait_until
-from two_hosts import ADDRESSES, PORT, ended, reason_against, two_hosts
 
 FIT = Path(launched_fit.__file__)
 
@@ -104,26 +103,6 @@ def test_a_node_that_is_gone_ends_the_other_with_one_sentence(tmp_path: Path, ra
     text = f"phalanx: node {killed} {where} does not answer: its launcher or its host has ended, or cannot be reached\n"
     assert printed[1 - killed] == text
     assert not any(session_pids(node.pid) for node in nodes)
-
-
-def test_hosts_that_a_cut_cable_separates_end_both(tmp_path: Path, rank_script: Path) -> None:
-    if reason := reason_against():
-        pytest.skip(reason)
-    launcher = tmp_path / "launch.py"
-    launcher.write_text(LAUNCH)
-    with two_hosts() as hosts:
-        nodes = hosts.start_launched(launcher, rank_script, [str(tmp_path), "wait", "-"], tmp_path)
-        wait_until(lambda: len(started(tmp_path)) == 2, seconds=90.0)
-        hosts.cut()
-        codes = ended(nodes, 40.0)
-    assert codes == [1, 1]
-    ends = "does not answer: its launcher or its host has ended, or cannot be reached"
-    name = f"node 1 ({socket.gethostname()})"
-    last = [(tmp_path / f"host_{number}.txt").read_text().splitlines()[-1] for number in range(2)]
-    assert last == [
-        f"phalanx: {name} {ends}",
-        f"phalanx: node 0 at {ADDRESSES[0]}:{PORT} {ends}",
-    ]
 
 
 def _address(node: subprocess.Popen[str]) -> str:

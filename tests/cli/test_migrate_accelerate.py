@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
-from migrations import assert_becomes, assert_left_again, rewritten
+from migrations import assert_becomes, assert_left_again, assert_losses_by_hand, rewritten
 from ranks import run_script
-from torch import nn
 
 from phalanx.cli.main import main
 
@@ -130,35 +127,10 @@ if __name__ == "__main__":
 '''
 
 
-def losses_by_hand() -> list[float]:
-    torch.manual_seed(7)
-    inputs = torch.randn(32, 4)
-    targets = inputs.sum(1, keepdim=True)
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    found = []
-    for _epoch in range(2):
-        for index in range(8):
-            rows = slice(4 * index, 4 * index + 4)
-            loss = nn.functional.mse_loss(net(inputs[rows]), targets[rows])
-            found.append(loss.item())
-            (loss / 2).backward()
-            if index % 2:
-                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-    return found
-
-
 def test_a_script_trains_to_the_losses_of_a_loop_by_hand(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(SCRIPT)
     assert main(["migrate", str(file), "--write"]) == 0
     text = file.read_text()
     assert "from phalanx.compat.accelerate import Accelerator\n" in text
-    done = run_script(text)
-    assert done.returncode == 0, done.stdout
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("losses ")]
-    assert json.loads(line.removeprefix("losses ")) == losses_by_hand()
+    assert_losses_by_hand(run_script(text), halved_every=2)

@@ -50,7 +50,10 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # Their code is below ``if __name__ == "__main__":``, so blocks alone do not run it.
 SCRIPTS = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("quickstart", "several-gpus", "resume", "custom-loop", "slurm", "weights-and-biases")),
+    *(
+        f"docs/{name}.md"
+        for name in ("quickstart", "several-gpus", "resume", "custom-loop", "slurm", "weights-and-biases")
+    ),
 ]
 
 

@@ -164,23 +164,3 @@ def test_only_the_chosen_device_is_used_by_any_thread(asks_for_plan: bool, tmp_p
     (used,) = run_on_ranks(1, devices_used, asks_for_plan, str(tmp_path), device="cuda")
     assert used
     assert [entry for entry in used if entry[1] != 1] == []
-
-
-# ---- libraries -------------------------------------------------------------------------------------------------------
-
-
-def device_of_deepspeed() -> str:
-    names: list[str] = []
-
-    def look(module: Classifier, batch_idx: int) -> None:
-        from deepspeed.accelerator import get_accelerator
-
-        names.append(get_accelerator().device_name())
-
-    emulated_trainer(2, strategy="zero1", max_steps=1).fit(Classifier(at_step=look), batches(4))
-    return names[0]
-
-
-@pytest.mark.skipif(shares_device(2), reason="DeepSpeed needs NCCL, which refuses two ranks on one device")
-def test_deepspeed_uses_the_type_of_device_of_the_run() -> None:
-    assert run_on_ranks(2, device_of_deepspeed, device="cuda") == ["cuda", "cuda"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from messages import refuses
-from models import Regressor, loader, network, silent_trainer
+from models import Regressor, loader, network, plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -71,14 +71,11 @@ def by_hand() -> list[float]:
         for parameter in net.parameters():
             parameter.copy_(rounded(parameter))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for x, y in loader(8 * STEPS, 8):
-        loss = nn.functional.mse_loss(net(rounded(x)), rounded(y))
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return losses
+    return plain_steps(
+        optimizer,
+        lambda batch: nn.functional.mse_loss(net(rounded(batch[0])), rounded(batch[1])),
+        loader(8 * STEPS, 8),
+    )
 
 
 def trained(ranks: int, strategy: str) -> list[float]:

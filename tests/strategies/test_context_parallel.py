@@ -47,8 +47,6 @@ def trained(strategy: Any, ranks: int, window: int, parallel: dict[str, int]) ->
 
 MESHES = [
     ("ddp", 2, 1, {"cp": 2}),
-    ("ddp", 2, 4, {"cp": 2}),
-    ("fsdp", 2, 2, {"cp": 2}),
     ("ddp", 4, 2, {"cp": 2}),
     ("fsdp", 4, 1, {"cp": 2, "dp_shard": 2}),
     ("fsdp", 4, 2, {"cp": 2, "tp": 2}),

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from mixture import PLACES
-from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import Fabric, TrainModule
+from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError, LoopError
 from phalanx.strategies import DeepSpeedStrategy
 
@@ -221,45 +219,6 @@ def test_what_the_engine_cannot_do_is_refused_in_one_sentence(stage: int) -> Non
         assert "was set up without one: call setup(module, optimizer)" in messages[0]
 
 
-class LateParameter(TrainModule):
-    """Changes its parameters in a hook."""
-
-    def __init__(self, change: str) -> None:
-        super().__init__()
-        self.net, self.other = nn.Linear(4, 1), nn.Linear(4, 1)
-        self.change = change
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch[0]).square().mean()
-        return loss
-
-    def on_train_epoch_start(self) -> None:
-        if self.change == "added":
-            self.late = nn.Linear(4, 1)
-        elif self.change == "removed":
-            del self.other
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def changed_parameters() -> list[str]:
-    messages = []
-    for change in ("added", "removed"):
-        trainer = silent_trainer(strategy="zero2", devices=2, max_epochs=2)
-        loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
-        with pytest.raises(ConfigurationError) as caught:
-            trainer.fit(LateParameter(change), loader)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_parameters_that_are_added_or_removed_during_a_fit_are_refused() -> None:
-    for added, removed in run_on_ranks(2, changed_parameters):
-        assert "late.bias was added during a fit" in added
-        assert "other.bias was removed during a fit" in removed
-
-
 # ---- outputs --------------------------------------------------------------------------------------------------------
 
 
@@ -355,30 +314,3 @@ def test_an_output_of_any_kind_is_the_modules_own(stage: int) -> None:
     expected = outputs(Fabric(accelerator="cpu", devices=1, strategy="single"))
     for found in run_on_ranks(2, outputs_on_rank, stage):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-class ReturnsOrderedDict(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.net(batch[0]).square().mean()
-        return OrderedDict({"loss": loss, "log": loss.detach()})
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert set(outputs) == {"loss", "log"}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit_with_ordered_dict(stage: int) -> int:
-    trainer = silent_trainer(strategy=f"zero{stage}", devices=2, max_steps=2)
-    trainer.fit(ReturnsOrderedDict(), DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2))
-    return trainer.global_step
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_training_step_may_return_an_ordered_dict(stage: int) -> None:
-    assert run_on_ranks(2, fit_with_ordered_dict, stage) == [2, 2]

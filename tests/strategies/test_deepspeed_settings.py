@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from models import silent_trainer
+from models import plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -75,10 +76,7 @@ def trained(late: bool, arguments: ZeroArguments) -> dict[str, Tensor]:
 def by_hand() -> dict[str, Tensor]:
     net = net_of()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, eps=1e-4)
-    for rows in data().split(BATCH):
-        loss_of(net, rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    plain_steps(optimizer, partial(loss_of, net), data().split(BATCH))
     return net.state_dict()
 
 

@@ -10,8 +10,7 @@ import torch
 from messages import says
 from models import silent_trainer
 from ranks import run_on_ranks
-from sharded_state import connected
-from small_gpt import GLOBAL_BATCH, Language, SmallGPT, optimizer_of, token_loader
+from small_gpt import GLOBAL_BATCH, Language, SmallGPT, connected, optimizer_of, token_loader
 from torch import Tensor, nn
 
 from phalanx import Fabric

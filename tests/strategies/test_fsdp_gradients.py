@@ -1,4 +1,4 @@
-"""Gradients under ``fsdp``: norms, windows, what is shared, frozen, unused or narrow."""
+"""Gradients under ``fsdp``: norms, windows, clipping, what is unused or narrow."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import Regressor, loader, network, silent_trainer, weights_of
+from models import network, plain_steps
 from ranks import run_on_ranks
-from sharded_state import connected
-from small_gpt import SmallGPT, loss_of, optimizer_of, small_gpt, token_data
+from small_gpt import SmallGPT, connected, loss_of, optimizer_of, small_gpt, token_data
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -115,100 +114,7 @@ def test_a_window_is_reduced_once_and_an_abandoned_one_never() -> None:
     assert all(after == pytest.approx(expected, rel=1e-5) for _, _, after in results)
 
 
-# ---- parameters of several units -----------------------------------------------------------------------------------
-
-
-class Sharing(nn.Module):
-    """Blocks that share a weight, and a layer, that nothing outside of them holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            self.embedding = nn.Embedding(13, 8)
-            blocks = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)]
-            self.blocks: Any = nn.ModuleList(blocks)
-            common = nn.Linear(8, 8)
-            for block in blocks:
-                block.append(common)
-                block[1].weight = blocks[0][1].weight
-            self.head = nn.Linear(8, 13)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        output: Tensor = self.head(x)
-        return output
-
-
-def shared(arguments: dict[str, Any]) -> tuple[list[float], int]:
-    module = Sharing()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    strategy = connected(FSDPStrategy(**arguments))
-    strategy.setup(module, [optimizer], training=True)
-    losses = []
-    for _ in range(4):
-        strategy.zero_grad(optimizer)
-        losses.append(passed(strategy, module))
-        strategy.step(optimizer)
-    return losses, len(
-        {id(block[1].weight) for block in module.blocks} | {id(block[2].weight) for block in module.blocks}
-    )
-
-
-@pytest.mark.parametrize("arguments", [{}, {"units": nn.Linear}, {"reshard_after_forward": False}])
-def test_what_several_units_share_is_one_parameter(arguments: dict[str, Any]) -> None:
-    module, (x, y) = Sharing(), token_data(24).tensors
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(module(x[:12]), y[:12])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    results = run_on_ranks(2, shared, arguments)
-    assert [(a + b) / 2 for a, b in zip(results[0][0], results[1][0], strict=True)] == pytest.approx(losses, rel=1e-5)
-    assert all(distinct == 2 for _, distinct in results)
-
-
-# ---- frozen and narrow -----------------------------------------------------------------------------------------------
-
-
-def thawed() -> list[float]:
-    """Train with a whole unit frozen, then thaw it, as a callback may between epochs."""
-    gpt = small_gpt()
-    gpt.blocks[1].requires_grad_(False)
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.02)
-    strategy = connected(FSDPStrategy())
-    strategy.setup(gpt, [optimizer], training=True)
-    losses = []
-    for step in range(6):
-        if step == 3:
-            gpt.blocks[1].requires_grad_(True)
-            assert not strategy.trainability_changed(gpt)
-        strategy.zero_grad(optimizer)
-        losses.append(passed(strategy, gpt))
-        strategy.step(optimizer)
-    return losses
-
-
-def test_a_unit_can_be_thawed_between_epochs() -> None:
-    gpt, (x, y) = small_gpt(), token_data(24).tensors
-    gpt.blocks[1].requires_grad_(False)
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.02)
-    losses = []
-    for step in range(6):
-        if step == 3:
-            gpt.blocks[1].requires_grad_(True)
-        optimizer.zero_grad()
-        loss = loss_of(gpt(x[:12]), y[:12])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    results = run_on_ranks(2, thawed)
-    assert [(a + b) / 2 for a, b in zip(*results, strict=True)] == pytest.approx(losses, rel=1e-5)
+# ---- narrow ----------------------------------------------------------------------------------------------------------
 
 
 def narrow(windows: int) -> tuple[list[float], set[torch.dtype], set[torch.dtype]]:
@@ -243,46 +149,15 @@ def test_bf16_mixed_keeps_weights_and_reduces_in_fp32(windows: int) -> None:
     module = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 1))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     x = torch.linspace(-1, 1, 6 * 16).view(16, 1, 6)
-    losses = []
-    for _ in range(5):
+
+    def loss_of(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+            return (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
+
+    losses = plain_steps(optimizer, loss_of, [x] * 5)
     for own, dtypes, gradients in run_on_ranks(2, narrow, windows):
         assert own == pytest.approx(losses, rel=2e-2)
         assert dtypes == gradients == {torch.float32}
-
-
-def clamped(strategy: str) -> list[Any]:
-    """Train with clipping by value through the Trainer and through a Fabric; return the weights of both."""
-    net = network()
-    module = Regressor(optimizer="sgd")
-    settings: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    given: Any = FSDPStrategy(gather_weights="all") if strategy == "fsdp" else strategy
-    silent_trainer(strategy=given, devices=2, max_steps=4, **settings).fit(module, loader(64, 4))
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.5))
-    for x, y in fabric.setup_dataloaders(loader(64, 4)):
-        optimizer.zero_grad()
-        fabric.backward(nn.functional.mse_loss(model(x), y))
-        fabric.clip_gradients(model, optimizer, clip_val=0.01)
-        optimizer.step()
-    return [
-        weights_of(module).tolist(),
-        {name: value.tolist() for name, value in fabric.full_state_dict(model).items()},
-    ]
-
-
-def test_clipping_by_value_equals_that_of_ddp() -> None:
-    (trained, looped), (others, _) = run_on_ranks(2, clamped, "fsdp")
-    expected, expected_loop = run_on_ranks(2, clamped, "ddp")[0]
-    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-6)
-    assert others == trained
-    torch.testing.assert_close(looped, expected_loop, rtol=0, atol=1e-6)
 
 
 def accumulated(shards: bool) -> tuple[list[bool], Tensor]:
@@ -307,10 +182,7 @@ def accumulated(shards: bool) -> tuple[list[bool], Tensor]:
 def test_shards_of_gradients_are_accumulated() -> None:
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for window in torch.linspace(-1, 1, 6 * 24).view(6, 4, 6).split(3):
-        optimizer.zero_grad()
-        net(window.flatten(0, 1)).square().mean().backward()
-        optimizer.step()
+    plain_steps(optimizer, lambda rows: net(rows).square().mean(), torch.linspace(-1, 1, 6 * 24).view(-1, 6).split(12))
     expected = torch.cat([each.detach().flatten() for each in net.state_dict().values()])
     for shards in (False, True):
         (found, weights), _ = run_on_ranks(2, accumulated, shards)

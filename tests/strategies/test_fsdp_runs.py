@@ -1,4 +1,4 @@
-"""Runs under ``fsdp`` one after the other, evaluation, Fabric, manual optimization, and what is refused."""
+"""Runs under ``fsdp`` one after the other, evaluation, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses, says
-from models import silent_trainer
+from models import plain_steps, silent_trainer, windows_of
 from ranks import run_on_ranks
 from small_gpt import (
     GLOBAL_BATCH,
@@ -24,7 +24,6 @@ from small_gpt import (
 )
 from torch import Tensor, nn
 
-from phalanx import Fabric, TrainModule
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import FSDPStrategy, hsdp
@@ -54,16 +53,10 @@ def test_a_second_fit_continues_from_the_weights_of_the_first(second: str) -> No
 
 def two_fits_by_hand() -> tuple[Tensor, dict[str, Tensor]]:
     x, y = token_data().tensors
-    gpt, losses = small_gpt(), []
+    gpt, losses = small_gpt(), list[float]()
     for _ in range(2):
-        optimizer = optimizer_of(gpt)
-        for step in range(3):
-            position = step * GLOBAL_BATCH
-            loss = loss_of(gpt(x[position:][:GLOBAL_BATCH]), y[position:][:GLOBAL_BATCH])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        batches = windows_of(GLOBAL_BATCH, [1], 3)
+        losses += plain_steps(optimizer_of(gpt), lambda rows: loss_of(gpt(x[rows]), y[rows]), batches)
     return torch.tensor(losses), weights(gpt)
 
 
@@ -91,113 +84,6 @@ def test_validate_and_predict_after_a_fit(gather: str) -> None:
         for batch in predictions:
             assert batch.shape[1:] == (6, 13)
         assert ("DTensor" in kinds) == (gather == "none")
-
-
-def in_fabric(windows: int, stepped: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Train two models side by side through Fabric, in windows, clipped; the second follows the first."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp", accumulate=windows)
-    gpt, other = small_gpt(), nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1))
-    optimizer = optimizer_of(gpt)
-    x, y = token_data(96).tensors
-    if stepped:
-        loss_of(gpt(x[:12]), y[:12]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model, optimizer = fabric.setup(gpt, optimizer)
-    second, second_optimizer = fabric.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    losses, norms = [], []
-    for step in range(8):
-        mine = slice(step * 12 + fabric.global_rank * 6, step * 12 + fabric.global_rank * 6 + 6)
-        with fabric.accumulate(model):
-            loss = loss_of(model(x[mine]), y[mine])
-            fabric.backward(loss)
-            norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        norms += [] if norm is None else [norm.item()]
-        losses.append(loss.item())
-        fabric.backward(second(x[mine].float()).square().mean(), model=second)
-        second_optimizer.step()
-        second_optimizer.zero_grad()
-    return losses, norms, {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize(("windows", "stepped"), [(1, True), (2, False)])
-def test_fabric_trains_what_plain_torch_trains(windows: int, stepped: bool) -> None:
-    gpt, (x, y) = small_gpt(), token_data(96).tensors
-    optimizer = optimizer_of(gpt)
-    losses, norms = [], []
-    if stepped:
-        loss_of(gpt(x[:12]), y[:12]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for step in range(8):
-        batch = slice(step * 12, step * 12 + 12)
-        loss = loss_of(gpt(x[batch]), y[batch])
-        (loss / windows).backward()
-        if step % windows == windows - 1:
-            norms.append(nn.utils.clip_grad_norm_(gpt.parameters(), 0.1).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    results = run_on_ranks(2, in_fabric, windows, stepped)
-    torch.testing.assert_close(
-        per_update([each[0] for each in results], [1], 8), torch.tensor(losses), rtol=1e-5, atol=0
-    )
-    for _, own_norms, own in results:
-        assert own_norms == pytest.approx(norms, rel=1e-5)
-        torch.testing.assert_close(own, weights(gpt), rtol=1e-4, atol=2e-5)
-
-
-class Manual(TrainModule):
-    """Two optimizers that take turns, with two updates in a step, and a parameter that belongs to no layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            self.maker = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
-            self.judge = nn.Linear(6, 1)
-            self.offset = nn.Parameter(torch.zeros(6))
-        self.losses: list[float] = []
-
-    def losses_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        made = self.maker(x) + self.offset
-        return (self.judge(made.detach()) - self.judge(x)).mean() + self.judge.weight.square().sum(), made
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()
-        x = batch[0].float()
-        judged, made = self.losses_of(x)
-        first.zero_grad()
-        self.manual_backward(judged)
-        first.step()
-        loss = (self.judge(self.maker(x) + self.offset) + made.square().mean()).mean()
-        second.zero_grad()
-        self.manual_backward(loss)
-        second.step()
-        self.losses += [judged.item(), loss.item()]
-
-    def configure_optimizers(self) -> Any:
-        makers = [*self.maker.parameters(), self.offset]
-        return torch.optim.Adam(self.judge.parameters(), lr=0.01), torch.optim.SGD(makers, lr=0.01)
-
-
-def manually(strategy: Any, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    module = Manual()
-    silent_trainer(strategy=strategy, devices=ranks, max_steps=10).fit(module, token_loader(GLOBAL_BATCH // ranks))
-    return module.losses, weights(module)
-
-
-def test_manual_optimization_with_several_optimizers() -> None:
-    losses, expected = manually("single", 1)
-    for own_losses, own in (results := run_on_ranks(2, manually, FSDPStrategy(gather_weights="all"), 2)):
-        assert len(own_losses) == len(losses)
-        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(
-        torch.tensor([each[0] for each in results]).mean(0), torch.tensor(losses), rtol=1e-4, atol=1e-6
-    )
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------

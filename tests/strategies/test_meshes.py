@@ -34,7 +34,7 @@ TRAINED = [
     experts(4, "ep=2,dp_replicate=2"),
     experts(4, "ep=2,tp=2"),
 ]
-# test_pipeline_state.py and test_pipeline_sequences.py resume pipelines.
+# test_pipeline_sequences.py resumes pipelines.
 RESUMED = [
     Mesh("ddp", 2, "cp=2"),
     Mesh("ddp", 2, "tp=2"),
@@ -73,6 +73,8 @@ def test_a_resumed_run_is_the_same_bit_by_bit(mesh: Mesh, halved: Halved) -> Non
         (Mesh("ddp", 2, "cp=2"), Mesh("fsdp", 2, "tp=2")),
         (Mesh("ddp", 2, "tp=2"), Mesh("fsdp", 4, "cp=2")),
         (Mesh("fsdp", 2, "cp=2"), Mesh("pipeline", 4, "pp=2,cp=2")),
+        (Mesh("fsdp", 4, "tp=2"), Mesh("fsdp", 2)),
+        (Mesh("fsdp", 2), Mesh("fsdp", 4, "tp=2")),
         (Mesh("pipeline", 4, "pp=2,dp_shard=2"), Mesh("fsdp", 2)),
         (Mesh("fsdp", 2), Mesh("pipeline", 4, "pp=2,dp_shard=2")),
         (Mesh("single", 1), Mesh("pipeline", 4, "pp=2,tp=2")),

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import silent_trainer
+from models import Regressor, loader, plain_steps, silent_trainer, weights_of
 from ranks import run_on_ranks
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 import phalanx
-from phalanx import TrainModule
 from phalanx.framework.core.registry import STRATEGIES
 
-STEPS, GLOBAL_BATCH, LR = 6, 8, 0.1
+STEPS, GLOBAL_BATCH = 6, 8
 PAGE = Path(phalanx.__file__).parent / "docs" / "extending.md"
 
 
@@ -33,62 +31,26 @@ def from_page() -> Any:
     return names["FlatAllReduce"]()
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def rows() -> Tensor:
-    return torch.randn(STEPS * GLOBAL_BATCH, 7, generator=torch.Generator().manual_seed(0))
-
-
-def loss_of(net: nn.Module, batch: Tensor) -> Tensor:
-    return nn.functional.mse_loss(net(batch[:, :6]), batch[:, 6:])
-
-
-class Model(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return loss_of(self.net, batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LR)
-
-
-def trained(ranks: int, window: int, target: str) -> list[Tensor]:
+def trained(ranks: int, window: int, target: str) -> Tensor:
     if "flat-from-docs" not in STRATEGIES:
         STRATEGIES.register("flat-from-docs", target)
-    module = Model()
+    module = Regressor(optimizer="sgd")
     trainer = silent_trainer(
         devices=ranks, strategy="flat-from-docs", max_epochs=1, accumulate_grad_batches=window, gradient_clip_val=0.5
     )
-    size = GLOBAL_BATCH // ranks // window
-    trainer.fit(module, DataLoader(rows(), batch_size=size))  # type: ignore[arg-type]
+    trainer.fit(module, loader(STEPS * GLOBAL_BATCH, GLOBAL_BATCH // ranks // window))
     assert trainer.global_step == STEPS
-    return [parameter.detach() for parameter in module.net.parameters()]
-
-
-def by_torch() -> list[Tensor]:
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
-    for batch in rows().split(GLOBAL_BATCH):
-        optimizer.zero_grad()
-        loss_of(net, batch).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-    return [parameter.detach() for parameter in net.parameters()]
+    return weights_of(module)
 
 
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_strategy_of_the_page_trains_what_plain_torch_trains(ranks: int, window: int) -> None:
+    module = Regressor(optimizer="sgd")
+    batches = loader(STEPS * GLOBAL_BATCH, GLOBAL_BATCH)
+    plain_steps(module.configure_optimizers(), lambda batch: module.training_step(batch, 0), batches, 0.5)
     for weights in run_on_ranks(ranks, trained, ranks, window, f"{__name__}:from_page"):
-        for weight, expected in zip(weights, by_torch(), strict=True):
-            torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights, weights_of(module), rtol=1e-5, atol=1e-6)
 
 
 def test_the_page_shows_a_strategy_in_under_60_lines() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import LENGTH, VOCABULARY, LanguageModel, tokens
-from models import silent_trainer, weights_of
+from models import plain_steps, silent_trainer, weights_of, windows_of
 from parity_table import PRECISIONS, STRATEGIES, Cell, deviation, strategy_named
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -84,11 +84,8 @@ def full_batches() -> Tensor:
     """Train the same two updates by hand, each on one batch of all its texts."""
     module = Padded()
     rows, labels = texts()
-    optimizer = module.configure_optimizers()
-    for part in (slice(0, 12), slice(12, 24)):
-        optimizer.zero_grad()
-        module.token_loss(rows[part], labels[part]).backward()
-        optimizer.step()
+    parts = windows_of(12, [1], 2)
+    plain_steps(module.configure_optimizers(), lambda part: module.token_loss(rows[part], labels[part]), parts)
     return weights_of(module)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import LanguageModel, token_loader, tokens
-from models import silent_trainer, weights_of
+from models import plain_steps, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -75,15 +75,8 @@ def is_partial(module: nn.Module) -> bool:
 
 
 def by_hand(blocks: int) -> tuple[list[float], float]:
-    module, rows = Model(blocks=blocks), tokens(ROWS)
-    optimizer, losses = module.configure_optimizers(), []
-    for batch in rows.split(GLOBAL_BATCH):
-        optimizer.zero_grad()
-        loss = module.loss(batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), CLIP)
-        optimizer.step()
-        losses.append(loss.item())
+    module = Model(blocks=blocks)
+    losses = plain_steps(module.configure_optimizers(), module.loss, tokens(ROWS).split(GLOBAL_BATCH), CLIP)
     return losses, module.loss(tokens(64, seed=5)).item()
 
 

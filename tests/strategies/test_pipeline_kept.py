@@ -9,7 +9,7 @@ import pytest
 import torch
 from language_model import Block, LanguageModel, token_loader, tokens
 from messages import says
-from models import silent_trainer
+from models import plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -152,10 +152,7 @@ def test_what_a_step_kept_is_used_by_the_first_stage_in_the_next_window() -> Non
     module = Scaled()
     optimizer = module.configure_optimizers()
     for _ in range(2):
-        for batch in tokens(ROWS).split(BATCH):
-            optimizer.zero_grad()
-            module.training_step([batch], 0).backward()
-            optimizer.step()
+        plain_steps(optimizer, lambda batch: module.training_step([batch], 0), tokens(ROWS).split(BATCH))
         module.on_train_epoch_end()
     for seen, _ in run_on_ranks(2, fitted, Scaled, "1f1b", 1, []):
         assert seen == pytest.approx(module.seen, rel=1e-5)

@@ -1,23 +1,21 @@
-"""Averages, predictions, triggers, losses that are not finite, and kills in runs of pipelines."""
+"""Predictions, triggers, losses that are not finite, and kills in runs of pipelines."""
 
 from __future__ import annotations
 
 import io
 import math
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from language_model import LanguageModel, token_loader, tokens
-from models import silent_trainer
+from models import plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from phalanx import Callback
-from phalanx.callbacks import EMAWeightAveraging
 from phalanx.errors import NonFiniteError
 from phalanx.strategies import PipelineStrategy
 
@@ -84,33 +82,7 @@ def test_evaluation_and_prediction_without_a_fit_are_those_of_one_process(
         assert torch.equal(torch.cat(outputs), module(rows).argmax(-1))
 
 
-# ---- averages ------------------------------------------------------------------------------------------------------
-
-
-def averaged(folder: str, ranks: int, parallel: str) -> list[float]:
-    module = Plain()
-    trainer = pipelined(ranks, parallel=parallel, callbacks=[EMAWeightAveraging(decay=0.5)], default_root_dir=folder)
-    trainer.fit(module, token_loader(4 * 4 * 2, batch_size=2 // (ranks // 2)))
-    return [] if any(each.is_meta for each in module.parameters()) else [module.loss(tokens(16, seed=5)).item()]
-
-
-@pytest.mark.parametrize(("ranks", "parallel"), MESHES)
-def test_an_average_of_weights_is_that_of_one_process(ranks: int, parallel: str, tmp_path: Path) -> None:
-    module, rows = Plain(), tokens(32)
-    optimizer = module.configure_optimizers()
-    average: list[Tensor] = []
-    for batch in rows.split(8):
-        optimizer.zero_grad()
-        module.loss(batch).backward()
-        optimizer.step()
-        now = [parameter.detach().clone() for parameter in module.parameters()]
-        average = [old.lerp(new, 0.5) for old, new in zip(average, now, strict=True)] if average else now
-    with torch.no_grad():
-        for parameter, value in zip(module.parameters(), average, strict=True):
-            parameter.copy_(value)
-    expected = module.loss(tokens(16, seed=5)).item()
-
-    assert run_on_ranks(ranks, averaged, str(tmp_path), ranks, parallel)[0] == pytest.approx([expected], rel=1e-5)
+# ---- waiting of ranks ------------------------------------------------------------------------------------------------
 
 
 def shown(window: int, schedule: str) -> str:
@@ -201,14 +173,7 @@ def in_mixed_precision(precision: str, ranks: int, parallel: str) -> list[float]
 )
 def test_mixed_precision_trains_close_to_fp32(precision: str, ranks: int, parallel: str) -> None:
     module = Plain()
-    losses = []
-    optimizer = module.configure_optimizers()
-    for batch in tokens(32).split(8):
-        optimizer.zero_grad()
-        loss = module.loss(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_steps(module.configure_optimizers(), module.loss, tokens(32).split(8))
     results = [losses for losses in run_on_ranks(ranks, in_mixed_precision, precision, ranks, parallel) if losses]
     found = torch.tensor(results).mean(0).view(-1, 4).mean(1)
     torch.testing.assert_close(found, torch.tensor(losses), rtol=2e-2, atol=0)

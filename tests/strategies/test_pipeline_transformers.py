@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import GLOBAL_BATCH, LENGTH, model_class, tiny_config, tokens
-from models import silent_trainer
+from models import plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -76,15 +76,10 @@ def trained(kind: str, ranks: int, parallel: str) -> tuple[list[tuple[float, flo
 
 
 def by_hand(kind: str) -> tuple[list[float], dict[str, Tensor]]:
-    net, losses = model(kind), []
+    net = model(kind)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     data: Any = rows()
-    for batch in DataLoader(data, batch_size=GLOBAL_BATCH):
-        optimizer.zero_grad()
-        loss = net(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_steps(optimizer, lambda batch: net(**batch).loss, DataLoader(data, batch_size=GLOBAL_BATCH))
     return losses, dict(net.named_parameters())
 
 

@@ -46,17 +46,6 @@ def run(place: str, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("place", "kind"), [*(("fsdp@2", kind) for kind in KINDS), ("single@1", KINDS[0]), ("ddp@2", KINDS[-1])]
-)
-def test_a_resumed_run_is_the_uninterrupted_one(place: str, kind: str, tmp_path: Path) -> None:
-    losses, weights = run(place, kind, str(tmp_path / "a"), STEPS, None)
-    run(place, kind, str(tmp_path / "b"), 2, None)
-    rest, resumed = run(place, kind, str(tmp_path / "b"), STEPS, str(tmp_path / "b" / "2.ckpt"))
-    assert torch.equal(rest, losses[2:])
-    assert torch.equal(resumed, weights)
-
-
-@pytest.mark.parametrize(
     ("first", "then", "kind"),
     [
         *(("single@1", "fsdp@2", kind) for kind in KINDS),
@@ -100,11 +89,6 @@ def refused(ranks: int, strategy: Any, out: int = 2) -> str:
         assert not module.losses
         return str(error)
     return "accepted"
-
-
-def test_zero_refuses_quantized_state_by_name() -> None:
-    for message in run_on_ranks(2, refused, 2, "zero1"):
-        assert message.startswith("AdamW8bit quantizes its state in blocks of a parameter, and ZeRO stage 1")
 
 
 def test_fsdp_refuses_a_parameter_that_only_some_ranks_would_quantize() -> None:

@@ -61,8 +61,10 @@ def three_runs(name: str, kind: str, root: str) -> list[tuple[list[float], Tenso
     ]
 
 
-# Under `ddp` and `fsdp` test_quantized_optimizers.py has the other kinds.
-@pytest.mark.parametrize(("name", "kind"), list(zip(RANKS, cycle(["AdamW8bit", "AdamW4bit"]), strict=False)))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*zip(RANKS, cycle(KINDS[:2]), strict=False), *((name, KINDS[2]) for name in ("ddp", "fsdp")), ("fsdp", KINDS[0])],
+)
 def test_a_run_is_torchaos_and_resumes_bit_for_bit(name: str, kind: str, tmp_path: Path) -> None:
     ranks, args = RANKS[name], (name, kind, str(tmp_path))
     found = [three_runs(*args)] if ranks == 1 else run_on_ranks(ranks, three_runs, *args)

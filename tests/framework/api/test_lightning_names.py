@@ -87,14 +87,6 @@ def test_each_absent_key_of_checkpoints(name: str) -> None:
                 use(key)
 
 
-def test_an_absent_hook_is_refused_where_it_is_overridden() -> None:
-    class Model(Regressor):
-        def configure_sharded_model(self) -> None: ...
-
-    with refuses(ConfigurationError, "Model.configure_sharded_model", "'configure_model'"):
-        silent_trainer(devices=1, max_epochs=1).fit(Model(), loader(8))
-
-
 def test_each_name_of_fabric() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     theirs = lightning_fabric.Fabric

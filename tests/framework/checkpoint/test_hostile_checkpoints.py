@@ -1,6 +1,6 @@
 """Hostile checkpoints: whatever a file holds, nothing is executed, followed, written or deleted outside, or stretched.
 
-``tests/hostile.py`` has the attacker's tools. What is damaged by chance is in test_checkpoint_safety.py.
+``tests/hostile.py`` has the attacker's tools, and ``tests/bit_flips.py`` damage by chance.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tarfile
 import unicodedata
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,74 @@ def set_document(key: str, value: Any) -> Callable[[Path], object]:
     return changing(lambda fields: fields["document"].__setitem__(key, value))
 
 
+def weight(fields: Fields) -> Any:
+    return fields["sections"]["model"]["weight"]
+
+
+def in_file(name: Any) -> Callable[[Path], object]:
+    """Give the file of the model another name."""
+
+    def change(fields: Fields) -> None:
+        fields["files"][name] = fields["files"].pop(MODEL)
+        for record in fields["sections"]["model"].values():
+            for part in record.get("parts", []):
+                part["file"] = name
+
+    return changing(change)
+
+
+HUGE = 2**63
+CHANGES: dict[str, Callable[[Fields], object]] = {
+    "huge shape": lambda fields: weight(fields).update(shape=[HUGE, HUGE]),
+    "huge shape with nothing in it": lambda fields: weight(fields).update(shape=[0, HUGE // 2, HUGE // 2], parts=[]),
+    "huge tensor": lambda fields: (
+        weight(fields).update(shape=[1 << 40, 4]) or weight(fields)["parts"][0].update(shape=[1 << 40, 4])
+    ),
+    "negative shape": lambda fields: weight(fields).update(shape=[-3, -4]),
+    "no shape": lambda fields: weight(fields).update(shape=12),
+    "float shape": lambda fields: weight(fields).update(shape=[3.0, 4]),
+    "bool shape": lambda fields: weight(fields).update(shape=[True, 12]),
+    "many dims": lambda fields: weight(fields).update(shape=[1] * 1000),
+    "gap": lambda fields: weight(fields).update(shape=[4, 4]),
+    "no parts": lambda fields: weight(fields).update(parts=[]),
+    "parts twice": lambda fields: weight(fields)["parts"].append(weight(fields)["parts"][0]),
+    "offset beyond": lambda fields: weight(fields)["parts"][0].update(offsets=[1, 0]),
+    "negative offset": lambda fields: weight(fields)["parts"][0].update(offsets=[-1, 0]),
+    "start before": lambda fields: weight(fields)["parts"][0].update(start=0),
+    "start beyond": lambda fields: weight(fields)["parts"][0].update(start=10**9),
+    "start negative": lambda fields: weight(fields)["parts"][0].update(start=-8),
+    "other section's file": lambda fields: weight(fields)["parts"][0].update(file="optimizer-00000.safetensors"),
+    "unknown file": lambda fields: weight(fields)["parts"][0].update(file="model-00009.safetensors"),
+    "dtype": lambda fields: weight(fields).update(dtype="I32"),
+    "unknown dtype": lambda fields: weight(fields).update(dtype="PICKLE"),
+    "dtype of another size": lambda fields: weight(fields).update(dtype="F64"),
+    "checksum": lambda fields: weight(fields)["parts"][0].update(xxh3_64="0" * 16),
+    "checksum is no text": lambda fields: weight(fields)["parts"][0].update(xxh3_64=7),
+    "alias of nothing": lambda fields: fields["sections"]["model"].update(tied={"alias": "nothing"}),
+    "alias of itself": lambda fields: fields["sections"]["model"].update(tied={"alias": "tied"}),
+    "alias circle": lambda fields: fields["sections"]["model"].update(tied={"alias": "u"}, u={"alias": "tied"}),
+    "reserved name": lambda fields: fields["sections"]["model"].update(__metadata__={"alias": "weight"}),
+    "section name": lambda fields: fields["sections"].update({"../x": {}}),
+    "sections": lambda fields: fields.update(sections=[1]),
+    "files": lambda fields: fields.update(files=None),
+    "header size": lambda fields: fields["files"]["model-00000.safetensors"].update(header_size=0),
+    "size": lambda fields: fields["files"]["model-00000.safetensors"].update(size=HUGE * 4),
+    "format": lambda fields: fields.update(format="other"),
+    "version": lambda fields: fields.update(version="1"),
+    "world size": lambda fields: fields.update(world_size=None),
+    "no document": lambda fields: fields.pop("document"),
+    "rank documents": lambda fields: fields.update(rank_documents={}),
+    "renamed": lambda fields: fields["sections"]["model"].update(other=fields["sections"]["model"].pop("bias")),
+}
+FILES = ["../../outside/" + MODEL, "/etc/passwd", MODEL + "/..", "", "a\0b", ".", "..", 3]
+TEXTS = {
+    "empty": "{}",
+    "duplicate": '{"version": 1, "version": 1}',
+    "NaN": '{"format": NaN}',
+    "deep": '{"format": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "long number": '{"format": ' + "9" * 10_000 + "}",
+    "cut": '{"format": "phalanx-checkpoint", "version": 1',
+}
 ATTACKS: dict[str, Callable[[Path], object]] = {
     "a pickle for a tensor file": in_place_of(MODEL, pickled),
     "a pickle for the manifest": in_place_of("manifest.json", pickled),
@@ -206,6 +275,7 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
     "a directory": replaced(MODEL, Path.mkdir),
     "a socket": replaced(MODEL, bind),
     "a pipe": replaced("manifest.json", lambda path: os.mkfifo(path)),
+    "a pipe for a tensor file": replaced(MODEL, lambda path: os.mkfifo(path)),
     "a sparse manifest": lambda path: sparse(path / "manifest.json", 1 << 42, b"{"),
     "a sparse manifest that begins well": lambda path: sparse(
         path / "manifest.json", 1 << 42, b'{"checksum":"0123456789abcdef",'
@@ -235,12 +305,16 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
     "a header with other metadata": header(lambda text: text.replace(b'{"format":"pt"}', b'{"format":["pt"]}')),
     "a header with numbers of another kind": header(lambda text: text.replace(b'"shape":[3,4]', b'"shape":[3.0,4]')),
     "a header that is no JSON": header(lambda text: b"\xff" * len(text)),
+    **{f"manifest: {name}": changing(change) for name, change in CHANGES.items()},
+    **{f"file {name!r}": in_file(name) for name in FILES},
+    **{f"JSON: {name}": partial(write_manifest, text=text) for name, text in TEXTS.items()},
 }
 # What only decoding the state meets.
 ONLY_LOADING = {name for name in ATTACKS if name.split()[:2] in (["a", "class"], ["a", "factory"])}
 ONLY_LOADING |= {"a huge tensor without bytes", "a document of a million lists"}
 # What only those meet that read the header, which the manifest makes superfluous.
 ONLY_HEADERS = {name for name in ATTACKS if name.startswith("a header") and "64 TB" not in name}
+ONLY_HEADERS |= {"manifest: dtype", "manifest: renamed"}
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -266,6 +340,44 @@ def test_it_is_refused_and_touches_nothing(tmp_path: Path, attack: str) -> None:
         assert [one.status for one in checkpoint.checkpoints(path.parent, verify=True)] == ["damaged"]
         assert checkpoint.newest_good(path.parent, lambda text: None) is None
     assert contents(tmp_path, path) == before
+
+
+def refused(path: Path) -> str:
+    """Assert that nothing accepts the checkpoint; return the message."""
+    assert checkpoint.verify(path) != []
+    with pytest.raises(CheckpointError) as info:
+        READERS["read_all"](path)
+    assert not checkpoint.is_complete(path)
+    assert checkpoint.newest_good(path.parent, lambda text: None) is None
+    return str(info.value)
+
+
+def test_no_truncated_or_longer_file_is_accepted_and_none_may_be_missing(tmp_path: Path) -> None:
+    path = good(tmp_path / "a.ckpt")
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        for other in (b"", data[:-1], data[: len(data) // 2], data + b"\0"):
+            file.write_bytes(other)
+            refused(path)
+        file.unlink()
+        assert file.name in refused(path)
+        file.write_bytes(data)
+    assert checkpoint.is_complete(path)
+
+
+def test_anything_but_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path, name in [(tmp_path, "manifest"), (tmp_path / "file", "file"), (tmp_path / "no", "no")]:
+        with refuses(CheckpointError, name, str(path)):
+            checkpoint.load(path)
+        assert checkpoint.verify(path) != []
+
+
+def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
+    path = good(tmp_path / "a.ckpt")
+    rewrite(path, lambda fields: fields.update(version=4, phalanx="9.9"))
+    with refuses(CheckpointError, "version 3", "'9.9'"):
+        checkpoint.load(path)
 
 
 def test_a_tensor_larger_than_memory_is_refused_by_who_would_load_it(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from models import Regressor, network, regression_data, silent_trainer, weights_of
+from models import Regressor, loader, plain_steps, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from phalanx import Trainer
@@ -34,17 +34,10 @@ class Noting(Regressor):
 
 def by_hand(samples: int, size: int, epochs: int, drop_last: bool = False) -> Tensor:
     """Return the weights after steps over ``size`` consecutive samples each, in plain torch."""
-    net, data = network(), regression_data(samples)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(epochs):
-        for begin in range(0, samples, size):
-            x, y = (part[begin : begin + size] for part in data.tensors)
-            if drop_last and len(x) < size:
-                break
-            optimizer.zero_grad()
-            nn.functional.mse_loss(net(x), y).backward()
-            optimizer.step()
-    return weights_of(net)
+    module = Regressor(optimizer="sgd")
+    optimizer, batches = module.configure_optimizers(), [*loader(samples, size, drop_last=drop_last)]
+    plain_steps(optimizer, lambda batch: module.training_step(batch, 0), epochs * batches)
+    return weights_of(module)
 
 
 def fitted(

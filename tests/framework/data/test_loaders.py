@@ -306,27 +306,6 @@ def test_an_iterator_is_read_once_and_a_restartable_iterable_repeatedly() -> Non
         once.start(1)
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        (5, "int"),
-        (lambda: [1], "function"),
-        ("data", "str"),
-        (torch.ones(3), "Tensor"),
-        (Numbers(3), "Numbers"),
-        (Stream(), "batch_size=None"),
-        ({"a": 5}, "train_dataloaders['a']"),
-        ({}, "dict"),
-        ([], "train_dataloaders"),
-        (DataLoader(Numbers(0), batch_size=2), "train_dataloaders"),
-        (DataLoader(Numbers(3), batch_size=4, drop_last=True), "drop_last"),
-    ],
-)
-def test_objects_other_than_loaders_are_refused_with_a_sentence(given: Any, name: str) -> None:
-    with refuses(ConfigurationError, name):
-        source(given)
-
-
 def test_a_position_of_another_kind_of_loader_is_refused() -> None:
     with refuses(CheckpointError, "'samples'"):
         source(BATCHES).start(0, {"samples": 3})

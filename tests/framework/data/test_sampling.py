@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.framework.core.position_rng import RandomStream, SeededBatch, SeededDataset, SeededIndex, mix_seed
-from phalanx.framework.data.orders import NaturalOrder, Order, SamplerOrder, permutation
-from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
+from phalanx.framework.core.position_rng import SeededBatch, SeededDataset, SeededIndex, mix_seed
+from phalanx.framework.data.orders import NaturalOrder, Order, SamplerOrder
+from phalanx.framework.data.samplers import TrainingSampler
 from phalanx.framework.distributed.data_parallel import part_of
 
 LENGTHS = (0, 1, 2, 5, 7, 22, 1797)
@@ -68,14 +68,6 @@ def test_ranks_together_read_what_one_process_reads_batch_by_batch(
         assert list(chain.from_iterable(together)) == list(order.items(0))[:kept]
 
 
-def test_a_run_resumed_at_any_sample_reads_the_rest_on_any_number_of_ranks() -> None:
-    order = NaturalOrder(range(22), 7, shuffle=True)
-    whole = list(order.items(0))
-    for start in range(23):
-        for size in SIZES:
-            assert list(chain.from_iterable(global_batches(order, 3, size, start))) == whole[start:]
-
-
 def test_a_short_last_batch_is_split_as_evenly_as_possible() -> None:
     assert [part_of(5, rank, 3) for rank in range(3)] == [(0, 2), (2, 4), (4, 5)]
     assert [part_of(1, rank, 3) for rank in range(3)] == [(0, 1), (1, 1), (1, 1)]
@@ -85,31 +77,10 @@ def test_a_short_last_batch_is_split_as_evenly_as_possible() -> None:
     ]
 
 
-def test_permutations_differ_by_epoch_and_by_seed_and_are_complete() -> None:
-    drawn = [list(permutation(100, seed, epoch)) for seed in (0, 1, -3) for epoch in range(5)]
-    assert all(sorted(each) == list(range(100)) for each in drawn)
-    assert len({tuple(each) for each in drawn}) == 15
-    assert drawn[0] == list(permutation(100, 0, 0))
-
-
 def test_mixed_seeds_do_not_collide_where_sums_would() -> None:
     seeds = {mix_seed(seed, epoch, place) for seed in range(10) for epoch in range(10) for place in range(100)}
     assert len(seeds) == 10_000
     assert all(0 <= seed < 1 << 63 for seed in seeds)
-
-
-class Shuffling:
-    """A sampler that draws from all global generators."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        shift = random.randrange(self.count)
-        yield from ((index + shift) % self.count for index in torch.randperm(self.count).tolist())
 
 
 class Endless:
@@ -124,22 +95,6 @@ def drawn(order: SamplerOrder, epoch: int) -> list[Any]:
     items = order.items(epoch)
     assert isinstance(items, list)
     return items
-
-
-def test_a_random_sampler_gives_the_same_order_on_all_ranks_and_leaves_the_generators_alone() -> None:
-    before = random.getstate(), torch.get_rng_state()
-    orders = []
-    for noise in range(3):
-        random.seed(noise)
-        torch.manual_seed(noise)
-        state = random.getstate(), torch.get_rng_state()
-        orders.append([drawn(SamplerOrder(Shuffling(50), 3), epoch) for epoch in range(2)])
-        assert random.getstate() == state[0]
-        assert torch.equal(torch.get_rng_state(), state[1])
-    random.setstate(before[0])
-    torch.set_rng_state(before[1])
-    assert orders[0] == orders[1] == orders[2]
-    assert orders[0][0] != orders[0][1]
 
 
 def test_a_samplers_own_generator_is_seeded_for_the_epoch_and_put_back() -> None:
@@ -166,34 +121,6 @@ def test_an_endless_sampler_is_read_lazily_and_resumes() -> None:
     assert batches(0, 1, 9, 5) == one[3:]
     with pytest.raises(TypeError):
         len(training(SamplerOrder(Endless(), 1), 3, 0, 1))
-
-
-def test_a_stream_continues_where_it_was_left() -> None:
-    stream, whole = RandomStream(3), RandomStream(3)
-    with whole.entered():
-        expected = [random.random() for _ in range(4)]
-    found = []
-    for _ in range(4):
-        with stream.entered():
-            found.append(random.random())
-        random.random()
-    assert found == expected
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_in_evaluation_whole_batches_go_round_and_each_comes_once(size: int) -> None:
-    for length in LENGTHS:
-        for drop_last in (False, True):
-            dealt: dict[int, list[int]] = {}
-            for rank in range(size):
-                order = NaturalOrder(range(length), 0, False)
-                sampler = EvaluationSampler(None, order, 4, drop_last=drop_last, whole=False, seed=0, seeded=False)
-                sampler.first, sampler.step = rank, size
-                batches = list(sampler)
-                assert len(sampler) == len(batches)
-                dealt.update(zip(range(rank, length + size, size), batches, strict=False))
-            kept = length - length % 4 if drop_last else length
-            assert [dealt[k] for k in sorted(dealt)] == [list(range(k, min(k + 4, kept))) for k in range(0, kept, 4)]
 
 
 def test_a_sample_is_seeded_by_its_position_whatever_batch_it_is_in() -> None:

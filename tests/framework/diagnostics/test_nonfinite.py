@@ -232,6 +232,12 @@ def test_skip_gives_up_after_so_many_in_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert steps == 5
 
 
+def test_ignore_applies_every_update() -> None:
+    trainer = silent_trainer(devices=1, max_epochs=1, nonfinite="ignore")
+    trainer.fit(Planted("gradient", rank=0), loader(40))
+    assert trainer.global_step == 10
+
+
 # ---- half precision -------------------------------------------------------------------------------------------------
 
 

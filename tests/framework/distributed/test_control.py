@@ -9,8 +9,8 @@ import torch
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 
-from phalanx.callbacks import Callback, EarlyStopping
-from phalanx.framework.core.errors import DesyncError, NonFiniteError
+from phalanx.callbacks import Callback
+from phalanx.framework.core.errors import DesyncError
 from phalanx.framework.distributed.control import Triggers
 from phalanx.framework.distributed.world import World
 
@@ -106,77 +106,8 @@ def test_a_stop_on_one_rank_stops_all_after_the_same_step(rank: int) -> None:
     assert torch.equal(mine, other)
 
 
-class OnOneRank(EarlyStopping):
-    """Sees its metric cross on rank 1 alone."""
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        if trainer.global_rank == 1 and trainer.current_epoch == 1:
-            trainer.request_stop("crossed here")
-
-
-def early_stopped() -> tuple[int, int, str]:
-    trainer = silent_trainer(devices=2, max_epochs=5, callbacks=[OnOneRank("mine", mode="max")])
-    trainer.fit(Regressor(), loader(32, 4))
-    return trainer.global_step, trainer.current_epoch, trainer.state.status
-
-
-def test_early_stopping_on_one_rank_ends_all_at_the_epoch() -> None:
-    assert run_on_ranks(2, early_stopped) == [(8, 2, "finished")] * 2
-
-
 def test_one_process_stops_at_once() -> None:
     module = LocalMetric(0, 5)
     trainer = silent_trainer(max_epochs=3, callbacks=[StopInStep()])
     trainer.fit(module, loader(128, 4))
     assert trainer.global_step == 6
-
-
-# ---- losses that are not finite ---------------------------------------
-
-
-class Exploding(Regressor):
-    """Has a loss of NaN on one rank, at one batch."""
-
-    def __init__(self, rank: int, at: int) -> None:
-        super().__init__()
-        self.where = (rank, at)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("nan") if (self.global_rank, batch_idx) == self.where else loss
-
-
-def exploded(ranks: int, nonfinite: str, rank: int, at: int) -> tuple[str, int, bool]:
-    module = Exploding(rank, at)
-    trainer = silent_trainer(devices=ranks, max_epochs=1, nonfinite=nonfinite)
-    message = ""
-    try:
-        trainer.fit(module, loader(80, 8 // ranks))
-    except NonFiniteError as error:
-        message = str(error)
-    finite = all(bool(parameter.isfinite().all()) for parameter in module.parameters())
-    return message, trainer.global_step, finite
-
-
-@pytest.mark.parametrize("at", [0, 4, 9])
-def test_a_nan_ends_the_run_on_all_ranks(at: int) -> None:
-    for message, _, _ in run_on_ranks(2, exploded, 2, "raise", 1, at):
-        assert message.startswith(f"the loss is nan at optimizer step {at} ")
-        assert "on rank 1" in message
-
-
-def test_a_nan_ends_one_process_before_the_update() -> None:
-    message, steps, finite = exploded(1, "raise", 0, 4)
-    assert "optimizer step 4" in message
-    assert steps == 4
-    assert finite
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_skip_leaves_the_update_out(ranks: int) -> None:
-    results = [exploded(1, "skip", 0, 4)] if ranks == 1 else run_on_ranks(2, exploded, 2, "skip", 1, 4)
-    assert results == [("", 9, True)] * ranks
-
-
-def test_ignore_continues() -> None:
-    assert exploded(1, "ignore", 0, 4) == ("", 10, False)

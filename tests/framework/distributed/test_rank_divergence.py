@@ -76,23 +76,6 @@ def test_a_loss_without_weight_is_none() -> None:
     assert same(run_on_ranks(2, weightless)) == 0
 
 
-class OwnZeroGrad(Regressor):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss if batch_idx == 0 else None
-
-
-def own_zero_grad() -> tuple[int, Tensor]:
-    return fitted(OwnZeroGrad())
-
-
-def test_windows_without_a_loss_make_no_update_with_any_code_that_drops_gradients() -> None:
-    assert same(run_on_ranks(2, own_zero_grad)) == 1
-
-
 class OneElement(Regressor):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx).reshape(1)
@@ -124,26 +107,6 @@ def plateau() -> tuple[int, Tensor]:
 
 def test_a_plateau_of_one_ranks_value_is_that_of_all() -> None:
     assert same(run_on_ranks(2, plateau)) == 48
-
-
-class Unfreezing(Regressor):
-    def __init__(self, start: bool) -> None:
-        super().__init__()
-        self.start = start
-        self.net[0].requires_grad_(start)
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.net[0].requires_grad_(not self.start)
-
-
-def unfreezing(start: bool) -> tuple[int, Tensor]:
-    return fitted(Unfreezing(start), max_epochs=3)
-
-
-@pytest.mark.parametrize("start", [True, False])
-def test_parameters_may_be_frozen_and_unfrozen_between_epochs(start: bool) -> None:
-    assert same(run_on_ranks(2, unfreezing, start)) == 24
 
 
 class Toggled(Regressor):
@@ -314,20 +277,6 @@ def test_ranks_with_loaders_of_their_own_length_save_and_resume(tmp_path: Path) 
 # ---- what is saved, and when ---------------------------------------------------------------------------------------
 
 
-class Masked(Regressor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
-
-
-def test_a_mask_of_infinities_is_saved(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path)
-    silent_trainer(
-        max_epochs=1, callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path
-    ).fit(Masked(), loader(16))  # fmt: skip
-    assert open_checkpoint(saver.best_model_path).finite
-
-
 class SavesInWindow(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.save_checkpoint("never.ckpt")
@@ -354,11 +303,3 @@ def test_an_epoch_cut_short_is_not_checked_for_divergence(tmp_path: Path) -> Non
     assert stopper.wait_count == 0
     assert [Path(path).name for path in saver.best_k_models] == ["epoch=0-step=8.ckpt"]
     assert open_checkpoint(saver.last_model_path).document["progress"]["global_step"] == 12
-
-
-def test_a_fresh_fit_starts_with_fresh_patience() -> None:
-    stopper = EarlyStopping("val", patience=1)
-    trainer = silent_trainer(max_epochs=5, callbacks=[stopper])
-    for _ in range(2):
-        trainer.fit(Scored(), loader(32), loader(8))
-        assert trainer.global_step == 16

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from free_ports import free_port
 from messages import refuses
+from model_script import MODEL
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.distributed import rendezvous
@@ -61,20 +62,9 @@ except RankError as error:
 """
 
 
-ALONE = """
-import threading, time
-from torch import nn, optim
-from phalanx import Trainer, TrainModule
+ALONE = f"""{MODEL}
+import threading
 from phalanx.framework.distributed import rendezvous
-
-class Model(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(1, 1)
-    def training_step(self, batch, index):
-        return self.net(batch).sum()
-    def configure_optimizers(self):
-        return optim.SGD(self.parameters(), 0.1)
 
 def tell():
     while not rendezvous.is_waiting():
@@ -82,7 +72,7 @@ def tell():
     print("waits", flush=True)
 
 threading.Thread(target=tell, daemon=True).start()
-Trainer(strategy="ddp", devices=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Model(), [1])
+Trainer(strategy="ddp", devices=2, accelerator="cpu", **quiet).fit(Model(), loader(4))
 """
 
 

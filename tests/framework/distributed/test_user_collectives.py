@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from models import silent_trainer, weights_of
+from models import plain_steps, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -94,11 +94,8 @@ def trained(ranks: int) -> Tensor:
 def test_a_training_step_gathers_where_a_rank_has_no_batch() -> None:
     net = Gathering().net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for _ in range(2):
-        for batch in torch.arange(1.0, ROWS + 1).unsqueeze(1).split(4):
-            optimizer.zero_grad()
-            net(batch).square().mean().backward()
-            optimizer.step()
+    batches = torch.arange(1.0, ROWS + 1).unsqueeze(1).split(4)
+    plain_steps(optimizer, lambda batch: net(batch).square().mean(), 2 * batches)
     for weights in run_on_ranks(2, trained, 2):
         torch.testing.assert_close(weights, weights_of(net))
 

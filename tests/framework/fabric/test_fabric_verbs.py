@@ -7,12 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-from messages import refuses
-
 import phalanx
 from phalanx import Fabric
-from phalanx.errors import UnknownArgumentError
 from phalanx.framework.fabric.fabric import ABSENT
 
 PAGE = Path(phalanx.__file__).parent / "docs" / "fabric.md"
@@ -41,15 +37,6 @@ def test_every_method_is_written_in_the_file_of_the_class_with_its_signature() -
         assert inspect.unwrap(method).__code__.co_filename.endswith("fabric/fabric.py"), name
     fabric = Fabric(accelerator="cpu", devices=1)
     assert list(inspect.signature(fabric.save).parameters) == ["path", "state", "filter"]
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "meant"),
-    [("all_gather", "sync_grad", "sync_grads"), ("init_module", "empty", "empty_init"), ("save", "filters", "filter")],
-)
-def test_an_unknown_argument_gets_the_closest_one(name: str, wrong: str, meant: str) -> None:
-    with refuses(UnknownArgumentError, f"Fabric.{name}({wrong}=1)", meant):
-        getattr(Fabric(accelerator="cpu", devices=1), name)(**{wrong: 1})
 
 
 def test_every_public_member_has_a_docstring() -> None:

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from language_model import LanguageModel, adamw, tokens
-from long_sequences import LongModel, by_hand as sequences_by_hand, loader as sequences
-from models import silent_trainer
+from models import plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Fabric
-from phalanx.strategies import PipelineStrategy
 
-ROWS_OF_SEQUENCES = 8
 MESHES = [("ddp", 2, None), ("fsdp", 2, None), ("pipeline", 4, "pp=2"), ("fsdp", 4, "pp=2,dp_shard=2")]
 
 
@@ -133,11 +130,8 @@ def test_the_windows_of_a_loader_cover_its_samples_once(strategy: str, ranks: in
     # The last round has one row, so the second shard has a filler, which is left out.
     assert [lengths for lengths, _ in results] == [[2, 2, 1]] * (ranks // 2) + [[2, 2, 0]] * (ranks // 2)
     module = Tower()
-    optimizer, (x, y) = sgd(module), pairs(17).tensors
-    for rows in (slice(0, 8), slice(8, 16), slice(16, 17)):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(module(x[rows]), y[rows]).backward()
-        optimizer.step()
+    batches = [pairs(17)[:8], pairs(17)[8:16], pairs(17)[16:]]
+    plain_steps(sgd(module), lambda batch: nn.functional.mse_loss(module(batch[0]), batch[1]), batches)
     for name, weight in module.state_dict().items():
         torch.testing.assert_close(results[0][1][name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
@@ -229,38 +223,3 @@ def test_a_checkpoint_continues_under_another_strategy(
     after = run_on_ranks(second[1], language_loop, *second, 4, 8, path)
     for (start, _), (end, _) in itertools.product(before, after):
         assert [*start, *end] == pytest.approx(whole, rel=1e-4)
-
-
-def test_a_schedule_given_as_an_object_trains_in_a_fabric() -> None:
-    assert Fabric(accelerator="cpu", devices=2, strategy=PipelineStrategy("gpipe")).strategy.name == "pipeline"
-
-
-# ---- parts of sequences ----------------------------------------------------------------------------------------------
-
-
-def trained_on_parts(strategy: str, window: int) -> dict[str, Tensor]:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, parallel="cp=2")
-    fabric.launch()
-    module = LongModel()
-    model, optimizer = fabric.setup(module, module.configure_optimizers())
-    model.mark_forward_method("loss")
-
-    def cut(batch: Any) -> tuple[Tensor, ...]:
-        return fabric.part(batch[0]), fabric.part(batch[1]), fabric.part.positions(batch[0])
-
-    size = ROWS_OF_SEQUENCES // fabric.world.data_size // window
-    for batches in itertools.islice(fabric.windows(fabric.setup_dataloaders(sequences(size)), window), 3):
-        parts = [cut(batch) for batch in batches]
-        fabric.forward_backward(model.loss, parts, [module.batch_weight(part) for part in parts])
-        fabric.clip_gradients(model, optimizer, max_norm=0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return full(fabric, model)
-
-
-@pytest.mark.parametrize(("strategy", "window"), [("ddp", 1), ("fsdp", 4)])
-def test_windows_of_parts_of_sequences_train_as_one_process(strategy: str, window: int) -> None:
-    _, expected = sequences_by_hand(1, 0.3, 3, ROWS_OF_SEQUENCES)
-    found = run_on_ranks(2, trained_on_parts, strategy, window)[0]
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-6)

@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 from messages import refuses
+from model_script import MODEL
 from ranks import run_command, run_script, session_pids, started_script, wait_until
 
 from phalanx.framework.core.errors import ConfigurationError, RankError
@@ -69,40 +70,15 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     assert done.returncode == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("ending", "code", "last"),
-    [
-        ("if world.rank == 1: sys.exit(3)\ntime.sleep(3600)", 3, "ended with exit code 3"),
-        ("if world.rank == 0: raise ConfigurationError('no such thing')", 78, "ConfigurationError: no such thing"),
-    ],
-)
-def test_the_exit_code_is_that_of_the_rank_at_fault(ending: str, code: int, last: str) -> None:
-    done = run_script(MEET + ending + "\n" + TRAIN)
-    assert done.stdout.splitlines()[-1].endswith(last)
-    assert done.returncode == code
-
-
-LEAVES = """
-import os
-import torch
-from phalanx import Trainer, TrainModule
-
-class Leaving(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
-
+LEAVES = f"""{MODEL}
+class Leaving(Model):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and self.global_rank == 1:
             os._exit(0)
-        return self.net(batch[:, None]).square().mean()
+        return super().training_step(batch, batch_idx)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-options = dict(logger=False, enable_checkpointing=False, enable_report=False)
-trainer = Trainer(accelerator='cpu', devices=2, strategy='ddp', max_epochs=1, **options)
-trainer.fit(Leaving(), torch.utils.data.DataLoader(torch.arange(8.0), 2))
+trainer = Trainer(accelerator='cpu', devices=2, strategy='ddp', max_epochs=1, enable_report=False, **quiet)
+trainer.fit(Leaving(), loader(8, 2))
 """
 
 
@@ -135,18 +111,6 @@ def test_processes_of_a_failed_rank_are_killed() -> None:
         output = process.communicate(timeout=60)[0]
         assert output.count("helper") == 2
         assert session_pids(process.pid) == set()
-
-
-def test_a_rank_that_refuses_to_end_is_killed() -> None:
-    source = HEAD + (
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "World.from_environment('cpu').barrier()\n"
-        "if place.rank == 1: raise ValueError('the cause')\n"
-        "time.sleep(3600)\n"
-    )
-    done = run_script(source)
-    assert done.stdout.splitlines()[-1] == "ValueError: the cause"
-    assert done.returncode == 1
 
 
 def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_script import MODEL
 from ranks import read_terminal, run_script, session_pids, started_script, wait_until
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -23,20 +24,10 @@ from phalanx import Trainer
 from phalanx.framework.launch.rank_output import RankOutput
 from phalanx.framework.system.failure_records import MOST_LINES, brief_traceback
 
-SCRIPT = """
-import os, signal, sys, time
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from phalanx import Trainer, TrainModule
-from phalanx.callbacks import ModelCheckpoint
-
+SCRIPT = f"""{MODEL}
 root, what, workers = sys.argv[1:]
 
-class Model(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
+class Writing(Model):
     def training_step(self, batch, index):
         if index == 1:
             print("hello of", self.global_rank)
@@ -49,16 +40,14 @@ class Model(TrainModule):
                 return nn.Linear(3, 1)(batch[0]).mean()  # the planted line
         if what == "long":
             time.sleep(0.05)
-        return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, index)
 
 if __name__ == "__main__":
     trainer = Trainer(
         strategy="ddp", devices=2, accelerator="cpu", max_epochs=1, default_root_dir=root, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )
-    trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(800, 4)), 4, num_workers=int(workers)))
+    trainer.fit(Writing(), loader(800, num_workers=int(workers)))
 """
 
 

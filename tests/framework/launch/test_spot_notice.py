@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from messages import refuses
+from model_script import MODEL
 from models import Regressor, loader, silent_trainer
 from ranks import completed, started_script, wait_until
 
@@ -123,32 +124,22 @@ def test_an_unknown_service_is_refused() -> None:
         Trainer(preemption_notices=True)
 
 
-SCRIPT = """
-import os, sys
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from phalanx import Trainer, TrainModule
+SCRIPT = f"""{MODEL}
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.launch import spot_notice
 
 spot_notice.INTERVAL_SECONDS = 0.05
-class Model(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
+class Noticed(Model):
     def training_step(self, batch, index):
         if self.global_step == 3:
             open(sys.argv[3], "w").close()
-        return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
+        return super().training_step(batch, index)
 
 trainer = Trainer(
     accelerator="cpu", strategy=sys.argv[2], devices=2, max_epochs=100_000, preemption_notices="gcp",
     default_root_dir=sys.argv[1], callbacks=ModelCheckpoint(), enable_progress_bar=False, verbose=False,
 )
-trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(64, 4)), 4), ckpt_path="auto")
+trainer.fit(Noticed(), loader(64), ckpt_path="auto")
 """
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from model_script import MODEL
 from ranks import end_session, run_script, warm_python
 from screens import screen_of
 
@@ -30,32 +31,20 @@ if "RANK" not in os.environ:
     os.dup2(1, 0)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 """
-SCRIPT = """
-import sys, time
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from phalanx import Trainer, TrainModule
-
+SCRIPT = f"""{MODEL}
 root, seconds = sys.argv[1:]
 
-class Model(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
+class Slow(Model):
     def training_step(self, batch, index):
         if self.global_step == 2 and self.global_rank == 0:
             print("AT STEP 2", flush=True)
         if self.global_step >= 2:
             time.sleep(float(seconds))
-        return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, index)
 
 if __name__ == "__main__":
     trainer = Trainer(devices=RANKS, accelerator="cpu", max_epochs=1, default_root_dir=root, logger=False)
-    loader = DataLoader(TensorDataset(torch.randn(64, 4)), 1, num_workers=1)
-    trainer.fit(Model(), loader)
+    trainer.fit(Slow(), loader(64, 1, num_workers=1))
 """
 
 

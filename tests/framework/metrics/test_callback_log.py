@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from logged import numbers
+from logged import KINDS, metrics_of
 from messages import refuses
 from models import SILENT, Regressor, loader, silent_trainer
 from ranks import run_on_ranks
@@ -15,7 +15,6 @@ from torch import nn
 from phalanx import Callback
 from phalanx.framework.core.errors import MetricError
 
-KINDS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 BOTH = {"on_step": True, "on_epoch": True, "prog_bar": True}
 IN_STEPS = (
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
@@ -53,10 +52,6 @@ def writing(base: type, hooks: tuple[str, ...], **arguments: Any) -> Any:
     callback = type("Writing", (base,), {name: hook_of(name) for name in hooks})()
     callback.calls = Counter()
     return callback
-
-
-def metrics_of(trainer: Any) -> dict[str, dict[str, float]]:
-    return {kind: numbers(getattr(trainer, kind)) for kind in KINDS}
 
 
 def in_lightning(lightning: Any) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from logged import Interrupt, counted_collectives, numbers
+from logged import KINDS, Interrupt, counted_collectives, metrics_of, numbers
 from messages import refuses
-from models import loader, network, silent_trainer
+from models import SILENT, loader, network, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -25,9 +25,6 @@ from phalanx.framework.distributed import object_frames
 from phalanx.framework.distributed.world import World
 from phalanx.framework.metrics.log_arguments import batch_items
 from phalanx.framework.metrics.metric_log import MetricLog
-
-KINDS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-
 
 Plan = dict[str, list[tuple[str, dict[str, Any]]]]
 
@@ -62,56 +59,27 @@ class Logging(TrainModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    def on_train_start(self) -> None:
-        self.write("on_train_start")
-
-    def on_train_epoch_start(self) -> None:
-        self.write("on_train_epoch_start")
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.write("on_train_batch_start")
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.write("on_before_zero_grad")
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.write("on_before_backward")
-
-    def on_after_backward(self) -> None:
-        self.write("on_after_backward")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.write("on_before_optimizer_step")
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.write("on_train_batch_end")
-
-    def on_train_epoch_end(self) -> None:
-        self.note("on_train_epoch_end")
-        self.write("on_train_epoch_end")
-
-    def on_validation_start(self) -> None:
-        self.write("on_validation_start")
-
-    def on_validation_epoch_start(self) -> None:
-        self.write("on_validation_epoch_start")
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.write("on_validation_batch_start")
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.write("on_validation_batch_end")
-
-    def on_validation_epoch_end(self) -> None:
-        self.note("on_validation_epoch_end")
-        self.write("on_validation_epoch_end")
-
     def note(self, hook: str) -> None:
         self.seen[hook] = numbers(self.trainer.callback_metrics)
 
 
-def metrics_of(trainer: Any) -> dict[str, dict[str, float]]:
-    return {kind: numbers(getattr(trainer, kind)) for kind in KINDS}
+def _hook(name: str) -> Any:
+    def hook(self: Any, *_: Any) -> None:
+        if name.endswith("epoch_end"):
+            self.note(name)
+        self.write(name)
+
+    return hook
+
+
+HOOKS = (
+    *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
+    "on_validation_epoch_end",
+)
+for _name in HOOKS:
+    setattr(Logging, _name, _hook(_name))
 
 
 def in_lightning(lightning: Any, module: Logging) -> Any:
@@ -124,15 +92,7 @@ def in_lightning(lightning: Any, module: Logging) -> Any:
 
 
 SETTINGS: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 1, "log_every_n_steps": 1}
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-ALL_HOOKS = [name for name in vars(Logging) if name.startswith("on_")] + ["training_step", "validation_step"]
+ALL_HOOKS = [*HOOKS, "training_step", "validation_step"]
 BOTH = {"on_step": True, "on_epoch": True}
 PLANS: dict[str, Plan] = {
     "defaults in every hook": {hook: [(f"in_{hook}", {})] for hook in ALL_HOOKS},
@@ -170,7 +130,7 @@ def test_names_and_values_are_lightnings(lightning: Any, case: str, loaders: int
     data = [loader(10, 4), *[loader(n, 4) for n in (7, 5)[:loaders]]]
     trainer = silent_trainer(**SETTINGS)
     trainer.fit(ours, data[0], data[1:])
-    other = lightning.Trainer(**SETTINGS, **QUIET)
+    other = lightning.Trainer(**SETTINGS, **SILENT)
     other.fit(theirs, data[0], data[1:])
     assert ours.calls == theirs.calls
     found, expected = metrics_of(trainer), metrics_of(other)
@@ -190,7 +150,7 @@ def test_each_loader_has_its_own_metrics_as_in_lightning(lightning: Any) -> None
     plan: Plan = {"validation_step": [("x", BOTH)], "on_validation_epoch_end": [("all", {})]}
     data = [loader(7, 4), loader(5, 4)]
     for kind in (Logging, ByLoader):
-        trainer, other = silent_trainer(), lightning.Trainer(**QUIET)
+        trainer, other = silent_trainer(), lightning.Trainer(**SILENT)
         found = trainer.validate(kind(plan), data, verbose=False)
         expected = other.validate(in_lightning(lightning, kind(plan)), data, verbose=False)
         assert len(found) == len(expected) == 2
@@ -211,7 +171,7 @@ def test_hooks_at_an_epochs_end_see_its_values(lightning: Any) -> None:
     ours, theirs = Logging(plan), in_lightning(lightning, Logging(plan))
     settings = {**SETTINGS, "num_sanity_val_steps": 0}
     silent_trainer(**settings).fit(ours, loader(10), loader(7))
-    lightning.Trainer(**settings, **QUIET).fit(theirs, loader(10), loader(7))
+    lightning.Trainer(**settings, **SILENT).fit(theirs, loader(10), loader(7))
     for hook in ("on_train_epoch_end", "on_validation_epoch_end"):
         assert ours.seen[hook] == pytest.approx(theirs.seen[hook], rel=1e-6)
 
@@ -418,12 +378,6 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], in_step: bool, n
         module.log("x", 1.0, **arguments)
 
 
-def test_a_misspelt_argument_is_refused() -> None:
-    module, _ = log_of()
-    with refuses(TypeError, "on_epochs=True", "'on_epoch'"):
-        module.log("x", 1.0, on_epochs=True)  # type: ignore[call-arg]
-
-
 def test_logging_outside_a_run_is_ignored() -> None:
     TrainModule().log("x", 1.0)
 
@@ -601,31 +555,12 @@ def buffer_sizes(counts: list[int]) -> list[int]:
     return sent
 
 
-def test_after_the_first_epoch_the_buffers_are_as_large_as_the_metrics_need() -> None:
-    for sizes in run_on_ranks(2, buffer_sizes, [1, 1, 1]):
-        assert sizes == [16 * 1024, 512, 512]
-
-
 def test_an_epoch_with_more_metrics_than_before_enlarges_the_buffers_once() -> None:
     for sizes in run_on_ranks(2, buffer_sizes, [1, 60, 60, 1]):
         first, grown, then, last = sizes
         assert first == 16 * 1024
         assert grown > 512
         assert grown - 512 < then == last < first
-
-
-def no_collective_in_steps() -> list[str]:
-    module, log = log_of(world=World.from_environment("cpu"))
-    with counted_collectives() as calls:
-        for step in range(10):
-            module.log("x", step, on_step=True, on_epoch=True)
-            log.step_values("logger")
-            log.current()
-    return calls
-
-
-def test_no_collective_in_a_step() -> None:
-    assert run_on_ranks(2, no_collective_in_steps) == [[], []]
 
 
 def fitted(ranks: int, plan: Plan, count: int) -> Any:

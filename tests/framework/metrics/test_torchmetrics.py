@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from logged import Interrupt, counted_collectives, numbers
+from logged import KINDS, Interrupt, counted_collectives, numbers
 from messages import refuses
-from models import silent_trainer
+from models import SILENT, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -190,21 +189,16 @@ def test_a_training_metric_has_step_and_epoch_values_and_is_reset() -> None:
         assert [one["train_accuracy"] for one in found] == [one["train_accuracy"] for one in expected]
 
 
-def test_values_are_lightnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    lightning = pytest.importorskip("lightning.pytorch")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+def test_values_are_lightnings(lightning: Any) -> None:
     body = {name: member for name, member in vars(Classifier).items() if not name.startswith("__")}
     twin = type("Twin", (lightning.LightningModule,), body)()
     for name, part in Classifier().named_children():
         setattr(twin, name, part)
-    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    quiet = dict.fromkeys(names, False)
-    other = lightning.Trainer(accelerator="cpu", max_epochs=2, **quiet)
+    other = lightning.Trainer(max_epochs=2, **SILENT)
     other.fit(twin, batches(24), batches(22))
     trainer = silent_trainer(max_epochs=2)
     trainer.fit(Classifier(), batches(24), batches(22))
-    for kind in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+    for kind in KINDS:
         assert numbers(getattr(trainer, kind)) == pytest.approx(numbers(getattr(other, kind)), rel=1e-6)
 
 

@@ -21,8 +21,6 @@ from small_gpt import (
     Language,
     SmallGPT,
     assert_close,
-    loss_of,
-    optimizer_of,
     small_gpt,
     token_data,
     token_loader,
@@ -34,7 +32,6 @@ from torch.utils.data import DataLoader, Subset
 
 from phalanx import Fabric, Trainer, TrainModule
 from phalanx.errors import ConfigurationError
-from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.parallel.compilation import CompiledForward, compilation
 from phalanx.framework.parallel.strategy import Strategy
 from phalanx.strategies import FSDPStrategy
@@ -95,8 +92,7 @@ def both_on_ranks(name: str, backend: str) -> list[str]:
     return both(lambda: name, 2, {"backend": backend})
 
 
-# DDP with this compiler is that of test_a_fabric_compiles_what_it_sets_up.
-@pytest.mark.parametrize("name", ["fsdp", "zero2"])
+@pytest.mark.parametrize("name", ["ddp_find_unused_parameters_true", "fsdp", "zero2"])
 def test_compiled_blocks_train_the_same_model_on_ranks(name: str) -> None:
     assert run_on_ranks(2, both_on_ranks, name, "aot_eager", timeout=120) == [BLOCKS, BLOCKS]
 
@@ -189,29 +185,6 @@ def test_a_module_without_blocks_is_compiled_whole_and_may_log_in_its_forward() 
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def resumed(root: str, first: Any, second: Any) -> dict[str, Tensor]:
-    """Train two steps one way, and two more from their checkpoint another way."""
-    path = f"{root}/two.ckpt"
-    for given, steps, start in ((first, 2, None), (second, 4, path)):
-        forget_compiled()
-        module = Language()
-        trainer = silent_trainer(strategy="auto", max_steps=steps, compile=given, default_root_dir=root)
-        trainer.fit(module, token_loader(6), ckpt_path=start)
-        trainer.save_checkpoint(path)
-        assert set(open_checkpoint(path).names("model")) == set(module.state_dict())
-    return weights(module)
-
-
-def test_eager_and_compiled_runs_resume_each_other(tmp_path: Path) -> None:
-    compiled = {"backend": "eager"}
-    expected = resumed(str(tmp_path), False, False)
-    assert_close(resumed(str(tmp_path), False, compiled), expected)
-    assert_close(resumed(str(tmp_path), compiled, False), expected)
-
-
 # ---- copies and hooks -----------------------------------------------------------------------------------------------
 
 
@@ -272,32 +245,6 @@ def test_the_result_of_torch_compile_is_compiled_by_blocks() -> None:
     assert module.seen["compiled"] == BLOCKS
     assert len(GRAPHS) == 1
     assert trainer.model is module
-
-
-def fabric_weights(compile: Any, strategy: str) -> dict[str, Tensor]:
-    forget_compiled()
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, compile=compile)
-    original = small_gpt()
-    model, optimizer = fabric.setup(original, optimizer_of(original))
-    with no_progress_thread():
-        for tokens, labels in fabric.setup_dataloaders(uneven_loader()):
-            fabric.backward(loss_of(model(tokens), labels))
-            optimizer.step()
-            optimizer.zero_grad()
-    names = [name for name, part in original.named_modules() if "forward" in vars(part)]
-    assert names == ([] if compile is False else [name.removeprefix("gpt.") for name in BLOCKS])
-    found: dict[str, Tensor] = {name: tensor.clone() for name, tensor in fabric.full_state_dict(model).items()}
-    fabric.free_memory()
-    assert not any("forward" in vars(part) for part in original.modules())
-    return found
-
-
-def compiled_fabric(strategy: str) -> None:
-    assert_close(fabric_weights({"backend": "aot_eager"}, strategy), fabric_weights(False, strategy))
-
-
-def test_a_fabric_compiles_what_it_sets_up() -> None:
-    run_on_ranks(2, compiled_fabric, "ddp_find_unused_parameters_true", timeout=120)
 
 
 def test_a_set_up_module_compiled_whole_is_called_through_the_fabric_by_both_names() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,93 +19,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from phalanx import Callback, TrainModule
 from phalanx.framework.core.degrees import Degrees
 from phalanx.framework.core.errors import LoopError
-from phalanx.framework.parallel.strategy import Routed, StepFunction, Traits
 from phalanx.framework.parallel.zero_backward import CallWatch
 from phalanx.strategies.ddp import DDPStrategy
 
 LR = 0.2
 
 
-class Met(torch.autograd.Function):
-    """A collective in forward and in backward, which notices ranks that are at different places."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, place: int) -> Tensor:
-        ctx.place = place
-        meet(place)
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        meet(-ctx.place)
-        return gradients[0], None
-
-
-def meet(place: int) -> None:
-    told = torch.tensor([float(place), float(place) ** 2])
-    dist.all_reduce(told)
-    assert told.tolist() == [place * dist.get_world_size(), place**2 * dist.get_world_size()], "ranks are not in step"
-
-
-class Lockstep(DDPStrategy):
-    """Meets other ranks in every layer, forward and backward, as strategies do that gather weights."""
-
-    name = "lockstep"
-    traits = Traits(forward_has_collectives=True, backward_has_collectives=True)
-
-    def setup(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool, routed: Routed = Routed.LOSS
-    ) -> list[Optimizer]:
-        ready = super().setup(module, optimizers, training, routed)
-        # As under strategies whose own reduction carries nothing but gradients.
-        self.flags = None
-        layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
-        self.handles = [
-            layer.register_forward_hook(partial(self._meet, number)) for number, layer in enumerate(layers, 2)
-        ]
-        return ready
-
-    @staticmethod
-    def _meet(number: int, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        met: Tensor = Met.apply(output, number)  # type: ignore[no-untyped-call]
-        return met
-
-    def route(self, step: StepFunction, training: bool) -> StepFunction:
-        routed = super().route(step, training)
-
-        def meeting(*arguments: Any) -> Any:
-            meet(1)
-            return routed(*arguments)
-
-        return meeting
-
-    def zero_backward(self) -> None:
-        raise AssertionError("a rank must run a filler batch")
-
-    def teardown(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        super().teardown()
-
-
-class InBackward(Lockstep):
-    """Meets other ranks in the backward pass alone."""
-
-    name = "in backward"
-    traits = Traits(backward_has_collectives=True)
-
-    @staticmethod
-    def _meet(number: int, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: meet(-number))
-        return output
-
-    def route(self, step: StepFunction, training: bool) -> StepFunction:
-        return DDPStrategy.route(self, step, training)
-
-
 def strategy(name: str) -> Any:
-    return {"lockstep": Lockstep, "in backward": InBackward, "pairs": InPairs}.get(name, lambda: name)()
+    return InPairs() if name == "pairs" else name
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -171,12 +90,12 @@ class Items(IterableDataset[Any]):
 Given = list[tuple[int, bool, Tensor, Tensor]]
 
 
-def fickle(name: str, rule: str, when: str, window: Any, count: int, length: bool) -> tuple[int, Given, list[Tensor]]:
+def fickle(
+    name: str, ranks: int, rule: str, when: str, window: Any, count: int, length: bool
+) -> tuple[int, Given, list[Tensor]]:
     module = Fickle(rule, when)
     data = DataLoader(pairs(count) if length else Items(count), batch_size=2)  # type: ignore[arg-type]
-    trainer = silent_trainer(
-        devices=dist.get_world_size(), strategy=strategy(name), max_epochs=1, accumulate_grad_batches=window
-    )
+    trainer = silent_trainer(devices=ranks, strategy=name, max_epochs=1, accumulate_grad_batches=window)
     trainer.fit(module, data)
     assert not module._forward_hooks
     assert not module.net._forward_hooks
@@ -222,33 +141,23 @@ RULES = ["never", "alternate", "together", "one rank", "first"]
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(("name", "ranks", "window"), [("lockstep", 2, 1), ("lockstep", 3, 3), ("in backward", 2, 3)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "window"),
+    [
+        *(("single", 1, 2), ("ddp", 2, 1), ("ddp", 3, 3), ("ddp_find_unused_parameters_true", 2, 2)),
+        *(("fsdp", 2, 1), ("fsdp", 3, 3), ("zero2", 2, 3), ("zero3", 2, 3)),
+    ],
+)
 def test_a_step_may_return_none_on_any_rank_at_any_time(
     ranks: int, name: str, window: int, when: str, rule: str
 ) -> None:
-    check_fickle(run_on_ranks(ranks, fickle, name, rule, when, window, 29, True, timeout=30), window, 29)
+    check_fickle(run_on_ranks(ranks, fickle, name, ranks, rule, when, window, 29, True), window, 29)
 
 
-@pytest.mark.parametrize("length", [True, False])
-@pytest.mark.parametrize("count", [1, 3, 5, 13])
-@pytest.mark.parametrize("name", ["lockstep", "in backward"])
-def test_ranks_may_have_any_number_of_batches_or_none_at_all(name: str, count: int, length: bool) -> None:
-    results = run_on_ranks(3, fickle, name, "never", "before", 2, count, length, timeout=30)
-    check_fickle(results, 2, count)
-
-
-@pytest.mark.parametrize(
-    ("rule", "when"), [("alternate", "before"), ("alternate", "after"), ("first", "before"), ("together", "after")]
-)
-@pytest.mark.parametrize("name", ["fsdp", "zero2", "zero3"])
-def test_a_step_may_return_none_under_sharded_strategies(name: str, when: str, rule: str) -> None:
-    check_fickle(run_on_ranks(2, fickle, name, rule, when, 3, 29, True), 3, 29)
-
-
-@pytest.mark.parametrize(("count", "length"), [(1, False), (13, True)])
-@pytest.mark.parametrize("name", ["fsdp", "zero1", "zero3"])
-def test_ranks_may_have_any_number_of_batches_under_sharded_strategies(name: str, count: int, length: bool) -> None:
-    check_fickle(run_on_ranks(2, fickle, name, "never", "before", 2, count, length), 2, count)
+@pytest.mark.parametrize(("count", "length"), [(1, True), (1, False), (3, True), (5, False), (13, True), (13, False)])
+@pytest.mark.parametrize(("name", "ranks"), [("fsdp", 3), ("zero1", 2), ("zero2", 3), ("zero3", 2)])
+def test_ranks_may_have_any_number_of_batches_or_none_at_all(name: str, ranks: int, count: int, length: bool) -> None:
+    check_fickle(run_on_ranks(ranks, fickle, name, ranks, "never", "before", 2, count, length), 2, count)
 
 
 class OwnUpdate(Fickle):
@@ -346,7 +255,7 @@ def overflowing(name: str) -> tuple[int, Given, list[Tensor]]:
     return trainer.global_step, module.given, [parameter.detach() for parameter in module.net.parameters()]
 
 
-@pytest.mark.parametrize("name", ["lockstep", "in backward", "fsdp", "zero1", "zero3"])
+@pytest.mark.parametrize("name", ["fsdp", "zero1", "zero3"])
 def test_infinite_activations_of_a_step_without_a_loss_reach_no_other_rank(name: str) -> None:
     check_fickle(run_on_ranks(2, overflowing, name, timeout=30), 1, 24)
 
@@ -387,9 +296,8 @@ def tidy(name: str) -> tuple[float, list[float], list[int], float]:
     return module.counted.item(), module.drawn, module.ended, trainer.callback_metrics["mean"].item()
 
 
-@pytest.mark.parametrize("name", ["lockstep", "fsdp"])
-def test_a_filler_batch_is_invisible_to_hooks_and_metrics(name: str) -> None:
-    results = run_on_ranks(2, tidy, name, timeout=30)
+def test_a_filler_batch_is_invisible_to_hooks_and_metrics() -> None:
+    results = run_on_ranks(2, tidy, "fsdp", timeout=30)
     mean = torch.stack([row["x"] for row in pairs(25)])[:, 0].mean().item()
     for (counted, drawn, ended, logged), expected in zip(results, (4, 3), strict=True):
         assert counted == len(ended) == len(drawn) == expected
@@ -462,10 +370,7 @@ def by_process(stage: str, kind: str, count: int, settings: dict[str, Any]) -> A
     return judged("single", stage, kind, count, settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "count"),
-    [("lockstep", 3, 1), ("lockstep", 3, 5), ("lockstep", 2, 12), ("fsdp", 3, 5), ("fsdp", 2, 1)],
-)
+@pytest.mark.parametrize(("name", "ranks", "count"), [("fsdp", 3, 1), ("fsdp", 3, 5), ("fsdp", 2, 1), ("fsdp", 2, 12)])
 @pytest.mark.parametrize(
     ("stage", "kind", "settings"),
     [
@@ -491,7 +396,7 @@ def test_an_evaluation_sees_every_sample_once(
 # ---- ranks that see the same data -----------------------------------------------------------------------------------
 
 
-class InPairs(Lockstep):
+class InPairs(DDPStrategy):
     """Two ranks at a time compute one part of the data together, as ranks of a tensor-parallel group do."""
 
     name = "pairs"
@@ -575,7 +480,7 @@ class Halfway(Fickle):
 
 def halfway(index: int) -> str:
     module = Halfway(index)
-    trainer = silent_trainer(devices=2, strategy=strategy("lockstep"), max_epochs=1)
+    trainer = silent_trainer(devices=2, strategy="fsdp", max_epochs=1)
     trainer.fit(module, DataLoader(pairs(24), batch_size=2))  # type: ignore[arg-type]
     return "trained"
 
@@ -609,7 +514,7 @@ class NeverHere(Fickle):
 
 
 def never_here() -> None:
-    trainer = silent_trainer(devices=2, strategy=strategy("lockstep"), max_epochs=1)
+    trainer = silent_trainer(devices=2, strategy="fsdp", max_epochs=1)
     trainer.fit(NeverHere("", "before"), DataLoader(pairs(24), batch_size=2))  # type: ignore[arg-type]
 
 

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, ReduceLROnPlateau
 
 from phalanx import TrainModule
+from phalanx.strategies import FSDPStrategy
 
 BATCHES = 6
 
@@ -224,14 +225,15 @@ def nothing(step: int, net: nn.Module, optimizer: Optimizer) -> None:
     pass
 
 
-def fitted(kind: type[Regressor], ranks: int, arguments: dict[str, Any]) -> tuple[Tensor, int]:
+def fitted(kind: type[Regressor], strategy: str, ranks: int, arguments: dict[str, Any]) -> tuple[Tensor, int]:
     module = kind()
-    trainer = silent_trainer(devices=ranks, max_epochs=1, **arguments)
+    given = FSDPStrategy(gather_weights="all") if strategy == "fsdp" else strategy
+    trainer = silent_trainer(strategy=given, devices=ranks, max_epochs=1, **arguments)
     trainer.fit(module, loader(8 * BATCHES, 8 // ranks))
     return weights_of(module), trainer.global_step
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 @pytest.mark.parametrize(
     ("kind", "arguments", "change"),
     [
@@ -242,10 +244,9 @@ def fitted(kind: type[Regressor], ranks: int, arguments: dict[str, Any]) -> tupl
     ],
 )
 def test_overrides_do_what_they_do_in_plain_torch(
-    kind: type[Regressor], arguments: dict[str, Any], change: Any, ranks: int
+    kind: type[Regressor], arguments: dict[str, Any], change: Any, strategy: str, ranks: int
 ) -> None:
-    results = [fitted(kind, 1, arguments)] if ranks == 1 else run_on_ranks(2, fitted, kind, 2, arguments)
-    for weights, steps in results:
+    for weights, steps in run_on_ranks(ranks, fitted, kind, strategy, ranks, arguments):
         assert steps == BATCHES
         torch.testing.assert_close(weights, by_hand(change), rtol=1e-5, atol=1e-6)
 

@@ -1,112 +1,17 @@
-"""Training on any number of ranks is the training of one process, written by hand in plain torch."""
+"""Weights of tokens, and every precision: any number of ranks train what one process of plain torch trains."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
+from models import Regressor, loader, plain_steps, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import AccumulationSchedule, TrainModule
-
-STEPS = 20
-GLOBAL_BATCH = 8
-
-
-def by_hand(windows: Sequence[int], clip: float | None, steps: int = STEPS) -> tuple[list[float], Tensor]:
-    """Train on global batches of 8 times the window, in plain torch; return each update's loss and the weights."""
-    x, y = regression_data(640).tensors
-    net = network()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    losses, position = [], 0
-    for step in range(steps):
-        count = GLOBAL_BATCH * windows[step % len(windows)]
-        loss = nn.functional.mse_loss(net(x[position : position + count]), y[position : position + count])
-        position += count
-        optimizer.zero_grad()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, weights_of(net)
-
-
-def trained(ranks: int, strategy: str, windows: list[int], clip: float | None) -> tuple[list[float], Tensor]:
-    """Train through the Trainer; return the losses of this rank's micro-batches and the weights."""
-    module = Regressor()
-    schedule = AccumulationSchedule.cycle(windows) if len(windows) > 1 else windows[0]
-    trainer = silent_trainer(
-        strategy=strategy, devices=ranks, max_steps=STEPS, accumulate_grad_batches=schedule, gradient_clip_val=clip
-    )
-    trainer.fit(module, loader(640, GLOBAL_BATCH // ranks))
-    assert trainer.global_step == STEPS
-    return module.losses, weights_of(module)
-
-
-def per_update(ranks: list[list[float]], windows: list[int]) -> list[float]:
-    """Return the mean loss of each update from the losses of each rank's micro-batches."""
-    rows = torch.tensor(ranks, dtype=torch.float64).mean(0)
-    sizes = [windows[step % len(windows)] for step in range(STEPS)]
-    return [part.mean().item() for part in rows.split(sizes)]
-
-
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("windows", [[1], [4], [1, 2, 3, 1, 4, 2]], ids=["1", "4", "schedule"])
-@pytest.mark.parametrize(
-    ("ranks", "strategy"), [(1, "single"), (1, "ddp"), (2, "ddp"), (2, "ddp_find_unused_parameters_true")]
-)
-def test_losses_and_weights_equal_plain_torch(
-    ranks: int, strategy: str, windows: list[int], clip: float | None
-) -> None:
-    if ranks == 1:
-        results = [trained(1, strategy, windows, clip)]
-    else:
-        results = run_on_ranks(ranks, trained, ranks, strategy, windows, clip)
-    losses, weights = by_hand(windows, clip)
-    torch.testing.assert_close(
-        torch.tensor(per_update([r[0] for r in results], windows)), torch.tensor(losses), rtol=1e-5, atol=0
-    )
-    for _, own in results:
-        torch.testing.assert_close(own, weights, rtol=1e-5, atol=1e-6)
-        assert torch.equal(own, results[0][1])
-
-
-# ---- Hugging Face's worked examples of gradient accumulation ---------------------------------------
-
-
-class Doubler(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(self.net.weight)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self.net(x), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.02)
-
-
-def doubled(ranks: int, batch_size: int, window: int) -> float:
-    x = torch.arange(1.0, 9.0).reshape(8, 1)
-    module = Doubler()
-    data = DataLoader(TensorDataset(x, 2 * x), batch_size=batch_size)
-    silent_trainer(devices=ranks, max_steps=1, accumulate_grad_batches=window).fit(module, data)
-    return module.net.weight.item()
-
-
-def test_four_micro_batches_of_two_are_one_batch_of_eight() -> None:
-    assert doubled(1, 2, 4) == pytest.approx(2.04, abs=1e-6)
-    assert doubled(1, 8, 1) == pytest.approx(2.04, abs=1e-6)
-    assert run_on_ranks(2, doubled, 2, 2, 2) == pytest.approx([2.04, 2.04], abs=1e-6)
-
+from phalanx import TrainModule
 
 VOCABULARY, PADDING = 11, -100
 
@@ -142,7 +47,7 @@ def padded_texts(count: int = 24) -> tuple[Tensor, Tensor]:
     return tokens, tokens.masked_fill(torch.arange(10) >= lengths, PADDING)
 
 
-def language_model(ranks: int, batch_size: int, window: int, count: int = 24) -> Tensor:
+def language_model(ranks: int, batch_size: int, window: int, count: int) -> Tensor:
     module = TinyLM()
     data = DataLoader(TensorDataset(*padded_texts(count)), batch_size=batch_size)
     trainer = silent_trainer(devices=ranks, max_epochs=1, accumulate_grad_batches=window)
@@ -150,112 +55,27 @@ def language_model(ranks: int, batch_size: int, window: int, count: int = 24) ->
     return weights_of(module)
 
 
-def language_model_by_hand(batches: list[slice], count: int = 24) -> Tensor:
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "window", "count"),
+    [
+        *((1, batch_size, window, 24) for batch_size, window in [(24, 1), (4, 6), (2, 12), (5, 5)]),
+        *((ranks, *each, 24) for ranks in (2, 3) for each in [(4, 3), (2, 6), (5, 3), (1, 12)]),
+        # A window of 16 texts, then a short one of 8, and ranks without any data.
+        (1, 4, 4, 24),
+        (2, 4, 2, 24),
+        *((3, 2, 1, count) for count in (1, 2, 5)),
+    ],
+)
+def test_token_weights_give_the_update_of_full_batches(ranks: int, batch_size: int, window: int, count: int) -> None:
     module = TinyLM()
     tokens, labels = padded_texts(count)
-    optimizer = module.configure_optimizers()
-    for part in batches:
-        optimizer.zero_grad()
-        module.loss(tokens[part], labels[part]).backward()
-        optimizer.step()
-    return weights_of(module)
-
-
-@pytest.mark.parametrize(("batch_size", "window"), [(24, 1), (4, 6), (2, 12), (5, 5)])
-def test_token_weights_give_the_full_batch_on_one_rank(batch_size: int, window: int) -> None:
-    expected = language_model_by_hand([slice(0, 24)])
-    torch.testing.assert_close(language_model(1, batch_size, window), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(("batch_size", "window"), [(4, 3), (2, 6), (5, 3), (1, 12)])
-def test_token_weights_give_the_full_batch_on_several_ranks(ranks: int, batch_size: int, window: int) -> None:
-    expected = language_model_by_hand([slice(0, 24)])
-    for weights in run_on_ranks(ranks, language_model, ranks, batch_size, window):
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_short_last_window_is_stepped_on_with_its_true_weight() -> None:
-    # 24 texts in windows of 4 batches of 4: one of 16, then one of 8.
-    expected = language_model_by_hand([slice(0, 16), slice(16, 24)])
-    torch.testing.assert_close(language_model(1, 4, 4), expected, rtol=1e-5, atol=1e-6)
-    for weights in run_on_ranks(2, language_model, 2, 4, 2):
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_ranks_without_data_contribute_weight_zero(count: int) -> None:
-    expected = language_model_by_hand([slice(0, count)], count)
-    for weights in run_on_ranks(3, language_model, 3, 2, 1, count):
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
-
-
-# ---- steps that return None ---------------------------------------
-
-
-class SometimesNone(Regressor):
-    """Returns None for the micro-batches whose place in the whole run is listed."""
-
-    def __init__(self, none_at: set[tuple[int, int]]) -> None:
-        super().__init__()
-        self.none_at = none_at
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return None if (self.global_rank, batch_idx) in self.none_at else loss
-
-
-def with_none(ranks: int, strategy: str, none_at: set[tuple[int, int]], window: int) -> tuple[Tensor, int]:
-    module = SometimesNone(none_at)
-    trainer = silent_trainer(strategy=strategy, devices=ranks, max_epochs=1, accumulate_grad_batches=window)
-    trainer.fit(module, loader(32, 4))
-    return weights_of(module), trainer.global_step
-
-
-def none_by_hand(ranks: int, none_at: set[tuple[int, int]], window: int) -> tuple[Tensor, int]:
-    x, y = regression_data(32).tensors
-    net = network()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    batches, applied = 32 // (4 * ranks), 0
-    for first in range(0, batches, window):
-        optimizer.zero_grad()
-        places = [(rank, index) for index in range(first, min(first + window, batches)) for rank in range(ranks)]
-        losses = []
-        for rank, index in places:
-            start = (index * ranks + rank) * 4
-            if (rank, index) not in none_at:
-                losses.append(nn.functional.mse_loss(net(x[start : start + 4]), y[start : start + 4]))
-        if losses:
-            (torch.stack(losses).sum() / len(places)).backward()
-            optimizer.step()
-            applied += 1
-    return weights_of(net), applied
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
-@pytest.mark.parametrize(
-    ("none_at", "window"),
-    [
-        ({(1, 0), (0, 2)}, 1),
-        ({(0, 1), (1, 1)}, 1),
-        ({(0, 0), (0, 1), (1, 3)}, 2),
-        ({(0, 0), (0, 1), (1, 0), (1, 1)}, 2),
-    ],
-    ids=["one rank", "all ranks", "a whole window of one rank", "a whole window of all"],
-)
-def test_none_adds_nothing_on_any_subset_of_ranks(strategy: str, none_at: set[tuple[int, int]], window: int) -> None:
-    expected, applied = none_by_hand(2, none_at, window)
-    for weights, steps in run_on_ranks(2, with_none, 2, strategy, none_at, window):
-        assert steps == applied
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_none_adds_nothing_in_one_process() -> None:
-    none_at = {(0, 0), (0, 1), (0, 5)}
-    expected, applied = none_by_hand(1, none_at, 2)
-    weights, steps = with_none(1, "single", none_at, 2)
-    assert steps == applied
-    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    size = ranks * batch_size * window
+    batches = [slice(start, start + size) for start in range(0, count, size)]
+    plain_steps(module.configure_optimizers(), lambda part: module.loss(tokens[part], labels[part]), batches)
+    results = run_on_ranks(ranks, language_model, ranks, batch_size, window, count)
+    for weights in results:
+        torch.testing.assert_close(weights, weights_of(module), rtol=1e-5, atol=1e-6)
+        assert torch.equal(weights, results[0])
 
 
 # ---- precision ---------------------------------------

@@ -70,15 +70,6 @@ def test_precision_and_accumulation_do_not_change_the_flops_of_a_token(settings:
     assert gpt_flops(1, 32, 16, **settings) == plain_flops(1)
 
 
-def on_ranks(strategy: str) -> tuple[float, int]:
-    return gpt_flops(1, 32, 16, devices=2, strategy=strategy, use_distributed_sampler=False)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_strategies_do_not_change_the_flops_of_a_token(strategy: str) -> None:
-    assert run_on_ranks(2, on_ranks, strategy) == [plain_flops(1)] * 2
-
-
 class Double(torch.autograd.Function):
     """A product with a matrix, as a function with a backward pass of its own."""
 
@@ -191,21 +182,20 @@ def test_counting_does_not_change_the_weights(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(*trained)
 
 
-# Blocks in windows of one batch are those of test_strategies_do_not_change_the_flops_of_compiled_parts.
 @pytest.mark.parametrize(("blocks", "window"), [(True, 2), (False, 1)], ids=["blocks", "whole"])
 def test_compiled_parts_take_the_same_flops(blocks: bool, window: int) -> None:
     compiled = {"backend": "eager", "blocks": blocks}
     assert gpt_flops(2, 32, 16, compile=compiled, accumulate_grad_batches=window) == plain_flops(2)
 
 
-def compiled_on_ranks(strategy: str) -> tuple[float, int]:
-    settings = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False}
-    return gpt_flops(2, 32, 16, compile={"backend": "eager", "blocks": True}, **settings)
+def on_ranks(strategy: str, compiled: dict[str, Any] | None) -> tuple[float, int]:
+    return gpt_flops(2, 32, 16, devices=2, strategy=strategy, use_distributed_sampler=False, compile=compiled)
 
 
+@pytest.mark.parametrize("compiled", [None, {"backend": "eager", "blocks": True}], ids=["plain", "blocks"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_strategies_do_not_change_the_flops_of_compiled_parts(strategy: str) -> None:
-    assert run_on_ranks(2, compiled_on_ranks, strategy) == [plain_flops(2)] * 2
+def test_strategies_do_not_change_the_flops_of_a_token(strategy: str, compiled: dict[str, Any] | None) -> None:
+    assert run_on_ranks(2, on_ranks, strategy, compiled) == [plain_flops(2)] * 2
 
 
 class Random(Tiny):

@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from messages import refuses
-from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
+from models import Regressor, loader, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from phalanx.framework.checkpoint.reader import open_checkpoint
-from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.system.atomic_files import hidden_sibling
 
 # An epoch of one process has windows of 1, 2 and 3 batches, of which the last is cut, and ends within the cycle.
@@ -348,68 +345,7 @@ def test_schedules_go_on_where_they_were_on_another_number_of_ranks(tmp_path: Pa
     assert len(set(whole)) == 16
 
 
-# ---- what is refused ---------------------------------------
-
-
-def saved(root: Path) -> Path:
-    trainer = silent_trainer(
-        max_epochs=1, default_root_dir=root, callbacks=[ModelCheckpoint()], enable_checkpointing=True
-    )
-    trainer.fit(Regressor(), loader(16))
-    return Path(trainer.checkpoint_callback.best_model_path)  # type: ignore[union-attr]
-
-
-class Wider(Regressor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[3] = nn.Linear(16, 2)
-        self.extra = nn.Linear(1, 1)
-
-
-class OtherOptimizer(Regressor):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        (Wider, ["net.3.weight", "extra.weight"]),
-        (OtherOptimizer, ["AdamW"]),
-    ],
-)
-def test_another_model_is_refused_by_name_and_left_alone(
-    tmp_path: Path, module: type[Regressor], words: list[str]
-) -> None:
-    path = saved(tmp_path)
-    other = module()
-    before = weights_of(other)
-    with refuses(CheckpointError, *words):
-        silent_trainer(max_epochs=2).fit(other, loader(16), ckpt_path=path)
-    assert torch.equal(weights_of(other), before)
-
-
-def test_a_missing_path_is_refused(tmp_path: Path) -> None:
-    with refuses(CheckpointError, "nothing.ckpt"):
-        silent_trainer(max_epochs=1).fit(Regressor(), loader(16), ckpt_path=tmp_path / "nothing.ckpt")
-
-
-def test_auto_falls_back_to_the_newest_good_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(str(tmp_path), 1, "plain", 5)
-    folder = tmp_path / "phalanx_logs" / "version_0" / "checkpoints"
-    newest = open_checkpoint(folder / "last.ckpt").document["progress"]
-    damaged_ones = [path for path in folder.iterdir() if open_checkpoint(path).document["progress"] == newest]
-    assert len(damaged_ones) < len(list(folder.iterdir()))
-    for path in damaged_ones:
-        file = next(path.glob("model-*.safetensors"))
-        damaged = bytearray(file.read_bytes())
-        damaged[-1] ^= 1
-        file.unlink()
-        file.write_bytes(bytes(damaged))
-    expected = run(str(tmp_path / "whole"), 1, "plain", None)
-    assert equal(run(str(tmp_path), 1, "plain", None), expected)
-    shown = capsys.readouterr().out
-    assert all(path.name in shown for path in damaged_ones)
+# ---- where checkpoints are looked for ---------------------------------------
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "own"])
@@ -473,15 +409,6 @@ def test_auto_passes_over_what_other_runs_saved_into_the_same_directory(
     capsys.readouterr()
     assert fitted(4, "auto") == 3
     assert "another run saved it" in capsys.readouterr().out
-
-
-def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    state = torch.get_rng_state()
-    module = Regressor.load_from_checkpoint(path, lr=0.5)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert module.hparams["lr"] == 0.5
-    assert not torch.equal(weights_of(module), weights_of(network()))
 
 
 class Notes(Callback):

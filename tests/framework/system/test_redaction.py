@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from messages import refuses
+from model_script import MODEL
 from models import Regressor, loader, silent_trainer
 from ranks import run_script
 
@@ -88,20 +89,8 @@ def test_no_file_of_a_run_contains_a_secret(tmp_path: Path, capsys: pytest.Captu
     assert loaded.hparams["width"] == 3
 
 
-SCRIPT = """
-import os, sys
-import torch
-from torch import nn
-from phalanx import Trainer, TrainModule
-
-class Telling(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-    def training_step(self, batch, index):
-        return self.net(batch).mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+SCRIPT = f"""{MODEL}
+class Telling(Model):
     def on_train_batch_end(self, *_):
         print("it is", os.environ["HUB_TOKEN"], flush=True)
         if self.global_rank == 1:
@@ -109,7 +98,7 @@ class Telling(TrainModule):
 
 if __name__ == "__main__":
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, default_root_dir=sys.argv[1])
-    trainer.fit(Telling(), [torch.ones(1, 2)] * 8)
+    trainer.fit(Telling(), loader(32))
 """
 
 

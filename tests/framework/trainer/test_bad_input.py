@@ -13,11 +13,11 @@ from messages import refuses
 from models import Regressor, loader, regression_data, silent_trainer
 from ranks import run_script
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from phalanx import AccumulationSchedule, Callback, DataModule, PhalanxError, Trainer, TrainModule
 from phalanx.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, Timer
-from phalanx.framework.core.errors import ConfigurationError, LoopError, MetricError, UnknownNameError
+from phalanx.framework.core.errors import ConfigurationError, LoopError, UnknownNameError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import SingleDeviceStrategy
 
@@ -70,6 +70,7 @@ def test_unknown_names_get_the_closest_known_one(arguments: dict[str, Any], expe
         ({"limit_validation_batches": 2}, "'limit_val_batches'"),
         ({"resume_from_checkpoint": "a.ckpt"}, "fit(model, ckpt_path=...)"),
         ({"batch_size": 4}, "DataLoader"),
+        ({"fp16": True}, "precision"),
         ({"seed": 4}, "seed_everything(seed)"),
         ({"flux_capacitor": True}, "accelerator, strategy"),
         ({"patience": 3}, "EarlyStopping(patience=...)"),
@@ -93,6 +94,7 @@ def test_unknown_arguments_get_a_hint(arguments: dict[str, Any], expected: str) 
         ({"strategy": "deepspeed_zero3"}, "'zero3'"),
         ({"strategy": "MULTI_GPU"}, "'ddp'"),
         ({"precision": "transformer-engine"}, "'fp8-mixed'"),
+        ({"precision": "no"}, "'32-true'"),
         ({"accelerator": "tpu"}, "CUDA"),
         ({"accelerator": "mps"}, "CPUs and CUDA devices"),
         ({"logger": "comet"}, "phalanx.loggers.Logger"),
@@ -217,13 +219,6 @@ def test_the_wrong_kind_of_object_is_refused(arguments: dict[str, Any], words: l
     text = refusal(**arguments)
     for word in words:
         assert word in text
-
-
-@pytest.fixture
-def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # Lightning sets this one when it is imported.
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    return pytest.importorskip("lightning.pytorch")
 
 
 def test_a_callback_made_for_lightning_is_recognized(lightning: Any) -> None:
@@ -504,27 +499,12 @@ def test_configure_optimizers_that_returns_the_wrong_thing(
         assert word in text
 
 
-def test_a_monitor_that_is_never_logged_is_named_with_what_was() -> None:
-    class Logging(Regressor):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", 1.0)
-
-    trainer = silent_trainer(max_epochs=1, callbacks=[EarlyStopping("val_los")])
-    text = message(MetricError, lambda: trainer.fit(Logging(), loader(), loader()))
-    assert "'val_los'" in text
-    assert "val_loss" in text
-
-    def plateau(module: TrainModule) -> Any:
-        optimizer = sgd(module)
-        watched = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": watched, "monitor": "val_los"}
-
-    text = message(MetricError, lambda: silent_trainer(max_epochs=1).fit(Optimizing(plateau), loader()))
-    assert "ReduceLROnPlateau" in text
-    assert "'val_los'" in text
-
-
 # ---- data ---------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
 
 
 @pytest.mark.parametrize(
@@ -538,6 +518,8 @@ def test_a_monitor_that_is_never_logged_is_named_with_what_was() -> None:
         ({}, ["train_dataloaders", "dict"]),
         ([], ["train_dataloaders"]),
         (DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=4, drop_last=True), ["train_dataloaders", "drop_last"]),
+        (DataLoader(TensorDataset(torch.ones(0, 2))), ["train_dataloaders"]),
+        (Stream(), ["batch_size=None"]),
         (lambda: loader(), ["function"]),
         ({"a": loader(), "b": "x"}, ["train_dataloaders['b']", "str"]),
     ],
@@ -600,7 +582,7 @@ _SCRIPT = """
 import json, os, sys
 print("PROCESS", os.getpid(), flush=True)
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from phalanx import Trainer, TrainModule
 
 data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)

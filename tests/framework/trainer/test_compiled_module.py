@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_graphs import GRAPHS, counting, forget_compiled
 from messages import refuses
 from models import Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks
@@ -14,14 +15,6 @@ from torch import Tensor, nn
 
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import ConfigurationError
-
-COMPILED: list[int] = []
-
-
-def counting(graph: Any, inputs: Any) -> Any:
-    """Compile like the backend ``eager``, and note the number of operations."""
-    COMPILED.append(len(graph.graph.nodes))
-    return graph.forward
 
 
 class Steps(Regressor):
@@ -42,8 +35,7 @@ class Steps(Regressor):
 
 
 def trained(strategy: str, ranks: int, root: str, is_compiled: bool) -> tuple[Tensor, dict[str, float], Tensor, int]:
-    torch._dynamo.reset()
-    COMPILED.clear()
+    forget_compiled()
     module = Steps()
     model: Any = torch.compile(module, backend=counting) if is_compiled else module
     trainer = silent_trainer(
@@ -51,7 +43,7 @@ def trained(strategy: str, ranks: int, root: str, is_compiled: bool) -> tuple[Te
     )
     before = set(vars(module))
     trainer.fit(model, loader(16), loader(8))
-    count = len(COMPILED)
+    count = len(GRAPHS)
     path = f"{root}/{is_compiled}.ckpt"
     trainer.save_checkpoint(path)
     assert set(open_checkpoint(path).names("model")) == set(module.state_dict())

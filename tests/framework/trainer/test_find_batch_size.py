@@ -10,7 +10,7 @@ import pytest
 import torch
 from exhausted import PLACES, Exhausted
 from messages import refuses
-from models import Regressor, regression_data, silent_trainer, weights_of
+from models import Regressor, regression_data, silent_trainer
 from ranks import run_on_ranks
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -170,20 +170,6 @@ def test_callbacks_loggers_and_files_take_no_part(tmp_path: Path) -> None:
     assert sizes.size == 9
     assert unchanged
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_fit_afterwards_is_that_of_a_fresh_program() -> None:
-    def fit(searches: bool) -> torch.Tensor:
-        torch.manual_seed(2)
-        module = Limited("backward", 0, 7, dropout=0.5)
-        trainer = silent_trainer(max_epochs=1, devices=1)
-        data = DataLoader(DATA, batch_size=4, shuffle=True)
-        if searches:
-            assert trainer.find_batch_size(module, data).size == 7
-        trainer.fit(module, data)
-        return weights_of(module)
-
-    assert torch.equal(fit(True), fit(False))
 
 
 @pytest.mark.parametrize(

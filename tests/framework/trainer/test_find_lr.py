@@ -114,20 +114,6 @@ def test_the_loss_scale_is_divided_out() -> None:
     assert rates.results["loss"] == pytest.approx(by_hand(20, 1e-4, 1.0), rel=1e-4)
 
 
-def test_a_fit_afterwards_is_that_of_a_fresh_program() -> None:
-    def fit(searches: bool) -> torch.Tensor:
-        torch.manual_seed(2)
-        module = Regressor(dropout=0.5)
-        trainer = silent_trainer(max_epochs=1, devices=1)
-        data = DataLoader(DATA, batch_size=4, shuffle=True)
-        if searches:
-            trainer.find_lr(module, data, num_training=5)
-        trainer.fit(module, data)
-        return weights_of(module)
-
-    assert torch.equal(fit(True), fit(False))
-
-
 def test_the_test_ends_where_the_loss_diverges() -> None:
     trainer = silent_trainer(max_epochs=1, devices=1)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_script import MODEL
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks, run_script
 from torch.utils.data import DataLoader, IterableDataset
@@ -254,33 +255,20 @@ def test_evaluation_shows_its_metrics(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
-_SCRIPT = """
-import sys
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from phalanx import Trainer, TrainModule
-
-class M(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
+_SCRIPT = f"""{MODEL}
+class M(Model):
     def training_step(self, batch, batch_idx):
-        loss = self.layer(batch[0]).mean()
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.layer(batch[0]).mean())
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-def data():
-    return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+        self.log("val_loss", super().training_step(batch, batch_idx))
 
 if __name__ == "__main__":
     trainer = Trainer(accelerator="cpu", devices=2, max_epochs=2)
-    trainer.fit(M(), data(), data())
-    trainer.validate(dataloaders=data())
-    sys.stdout.write(f"LEFT {trainer.global_step}\\n")
+    trainer.fit(M(), loader(8, 2), loader(8, 2))
+    trainer.validate(dataloaders=loader(8, 2))
+    sys.stdout.write(f"LEFT {{trainer.global_step}}\\n")
 """
 
 
@@ -298,7 +286,7 @@ def test_two_ranks_show_each_line_once_and_warn_of_nothing() -> None:
 def test_two_quiet_ranks_show_nothing_of_their_own() -> None:
     done = run_script(_SCRIPT, env={"PHALANX_QUIET": "1"})
     assert (done.returncode, done.stdout) == (0, "LEFT 4\n")
-    failing = _SCRIPT.replace("loss = self", "raise ValueError('planted')\n        loss = self")
+    failing = _SCRIPT.replace("loss = super", "raise ValueError('planted')\n        loss = super")
     done = run_script(failing, env={"PHALANX_QUIET": "1"})
     assert done.returncode == 1
     assert "ValueError: planted" in done.stdout

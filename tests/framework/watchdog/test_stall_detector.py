@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 from messages import refuses
+from model_script import MODEL
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks, run_script
 
@@ -432,30 +433,21 @@ def test_a_rank_that_failed_and_hangs_as_it_exits_is_reported_with_its_error(tmp
     assert verdict.message.endswith("ValueError: the cause")
 
 
-SCRIPT = """
-import sys, time
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from phalanx import Trainer, TrainModule
-
-class Model(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
+SCRIPT = f"""{MODEL}
+class Sleeping(Model):
     def training_step(self, batch, index):
         if self.global_step == 3 and self.global_rank == int(sys.argv[1]) - 1:
             time.sleep(60)
-        return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, index)
 
 if __name__ == "__main__":
-    Trainer(
-        strategy=sys.argv[2], devices=int(sys.argv[1]), accelerator="cpu", max_steps=5, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, stall_timeout={"step": 2},
-    ).fit(Model(), DataLoader(TensorDataset(torch.randn(32, 4)), 2))
+    trainer = Trainer(
+        strategy=sys.argv[2], devices=int(sys.argv[1]), accelerator="cpu", max_steps=5, stall_timeout={{"step": 2}},
+        **quiet,
+    )
+    trainer.fit(Sleeping(), loader(32, 2))
 """
+LINE = SCRIPT.splitlines().index("            time.sleep(60)") + 1
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (1, "single")])
@@ -465,7 +457,7 @@ def test_a_run_that_stalls_ends_with_76(ranks: int, strategy: str) -> None:
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"rank {ranks - 1} (pid ")
     assert "at step 3 (epoch 0, batch 3); the limit is 2 s" in lines[-1]
-    assert any('script.py", line 14 in training_step' in line for line in lines[-40:])
+    assert any(f'script.py", line {LINE} in training_step' in line for line in lines[-40:])
     if ranks == 2:
         assert any(line.startswith("rank 0 ") and line.endswith("(waiting for others):") for line in lines)
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import pytest
+from model_script import MODEL
 from ranks import run_script
 
 from phalanx.framework.watchdog import waiting_ranks
@@ -91,29 +92,14 @@ def test_a_learned_limit_passes_before_a_collective_fails_with_an_error_that_nam
     assert default_pg_timeout.total_seconds() > FIRST_SECONDS + 60
 
 
-SCRIPT = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from phalanx import Trainer, TrainModule
-
-class Model(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-    def training_step(self, batch, index):
-        return self.net(batch[0]).square().mean()
+SCRIPT = f"""{MODEL}
+class Evaluated(Model):
     def validation_step(self, batch, index):
         self.log("val", self.net(batch[0]).mean())
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 if __name__ == "__main__":
-    trainer = Trainer(
-        strategy="ddp", devices=2, accelerator="cpu", max_steps=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    data, model = DataLoader(TensorDataset(torch.randn(32, 4)), 2), Model()
+    trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", max_steps=2, **quiet)
+    data, model = loader(32, 2), Evaluated()
     trainer.fit(model, data)
     if trainer.is_global_zero:
         trainer.validate(model, data)
