@@ -152,7 +152,8 @@ def test_bf16_mixed_keeps_weights_and_reduces_in_fp32(windows: int) -> None:
 
     def loss_of(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
+            loss: Tensor = (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
+        return loss
 
     losses = plain_steps(optimizer, loss_of, [x] * 5)
     for own, dtypes, gradients in run_on_ranks(2, narrow, windows):

@@ -376,7 +376,7 @@ def test_anything_but_a_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     path = good(tmp_path / "a.ckpt")
     rewrite(path, lambda fields: fields.update(version=4, phalanx="9.9"))
-    with refuses(CheckpointError, "version 3", "'9.9'"):
+    with refuses(CheckpointError, "version 4", "'9.9'"):
         checkpoint.load(path)
 
 
