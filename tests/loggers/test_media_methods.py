@@ -178,7 +178,7 @@ def test_an_empty_histogram_and_one_value() -> None:
     assert logger.items[1].edges == [2.5, 3.0, 3.5]
 
 
-def sharded_histograms() -> tuple[list[float], list[int], Tensor]:
+def sharded_histograms(root: str) -> tuple[list[float], list[int], Tensor]:
     """Return the sums and the numbers of values of histograms of a sharded weight, and the full weight."""
     recorder = Recorder()
 
@@ -187,7 +187,9 @@ def sharded_histograms() -> tuple[list[float], list[int], Tensor]:
             recorder.log_histogram("weight", next(self.parameters()), step=1)
 
     module = Watched()
-    silent_trainer(strategy="fsdp", devices=2, max_epochs=1, logger=recorder).fit(module, loader(8))
+    silent_trainer(strategy="fsdp", devices=2, max_epochs=1, logger=recorder, default_root_dir=root).fit(
+        module, loader(8)
+    )
     histograms = [each for each in recorder.items if isinstance(each, Histogram)]
     return (
         [each.total for each in histograms],
@@ -196,8 +198,8 @@ def sharded_histograms() -> tuple[list[float], list[int], Tensor]:
     )
 
 
-def test_a_histogram_of_a_sharded_weight_is_that_of_the_full_one() -> None:
-    (totals, counts, weight), (others, *_) = run_on_ranks(2, sharded_histograms)
+def test_a_histogram_of_a_sharded_weight_is_that_of_the_full_one(tmp_path: Path) -> None:
+    (totals, counts, weight), (others, *_) = run_on_ranks(2, sharded_histograms, str(tmp_path))
     assert totals == [pytest.approx(float(weight.double().sum()), rel=1e-9)]
     assert counts == [weight.numel()]
     assert others == []
