@@ -44,15 +44,19 @@ class DataMark:
         return self.epoch, self.batch
 
 
-def with_mark(marks: Sequence[DataMark], value: dict[str, Any]) -> list[DataMark]:
-    """Return marks with a new one, without those that are not before it: a resumed run repeats them.
+def add_mark(marks: list[DataMark], value: dict[str, Any]) -> None:
+    """Add a mark to ascending ones, in place of those that are not before it: a resumed run repeats them.
 
     The source of one that has none is that of the mark before it. Raises as ``DataMark.parse``, and ``IndexError``.
     """
     if value["source"] is None:
         value = {**value, "source": marks[-1].source}
     new = DataMark.parse(value)
-    return [*(mark for mark in marks if mark.position < new.position), new][-MOST_MARKS:]
+    # From the end: a run of many epochs has a mark for each, and searching all of them took seconds at its restart.
+    while marks and marks[-1].position >= new.position:
+        marks.pop()
+    marks.append(new)
+    del marks[:-MOST_MARKS]
 
 
 def written(marks: Sequence[DataMark]) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..system.failure_records import write_atomically
-from .data_marks import DataMark, with_mark, written
+from .data_marks import DataMark, add_mark, written
 from .series import History
 from .values import as_number
 from .verdicts import headline
@@ -99,7 +99,7 @@ class Events:
                 self.notes = [*self.notes, note][-MOST_NOTES:]
         elif isinstance(mark := event.get("data"), dict):
             try:
-                self.marks = with_mark(self.marks, mark)
+                add_mark(self.marks, mark)
             except (LookupError, TypeError, ValueError):
                 self.damaged += 1
         elif isinstance(end := event.get("end"), dict) and self.attempts:
