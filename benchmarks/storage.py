@@ -124,7 +124,12 @@ def _fit(url: str, steps: int) -> list[float]:
 def _throughput(rounds: int, tensors: int) -> Table:
     size = tensors * TENSOR_BYTES / 1e6
     contents = {f"layer{number}": Shard.whole(torch.randn(TENSOR_BYTES // 4)) for number in range(tensors)}
-    measured = [_round(CheckpointContents({"model": contents})) for _ in range(rounds)]
+    measured: list[dict[str, float]] = []
+    for number in range(rounds):
+        # Alternating: the first one on a machine finds its memory in another state than the second.
+        sides = (_plain, _phalanx) if number % 2 == 0 else (_phalanx, _plain)
+        both = [side(CheckpointContents({"model": contents})) for side in sides]
+        measured.append({**both[number % 2], **both[1 - number % 2]})
     found = {name: statistics.median(each[name] for each in measured) for name in measured[0]}
     bases = {
         "phalanx, save to the bucket": found["save to a disk"] + found["s3fs, upload of the file"],
@@ -134,21 +139,34 @@ def _throughput(rounds: int, tensors: int) -> Table:
     return Table(f"{size / 1e3:.1f} GB in a bucket", ["", "MB/s", "speed beside s3fs (and the disk)"], rows)
 
 
-def _round(contents: CheckpointContents) -> dict[str, float]:
-    """Return the seconds of each side, on a new server."""
-    with TemporaryDirectory() as folder, _server({}) as variables:
-        os.environ.update(variables, PHALANX_CACHE=f"{folder}/cache")
-        S3FileSystem.clear_instance_cache()
-        plain, disk, url = S3FileSystem(), Path(folder, "disk.ckpt"), "s3://runs/saved.ckpt"
-        file = disk / "model-00000.safetensors"
-        found = {
+def _plain(contents: CheckpointContents) -> dict[str, float]:
+    """Return the seconds of s3fs's own copies of a checkpoint's file, on a new server."""
+    with TemporaryDirectory() as folder, _bucket(folder):
+        files, disk = S3FileSystem(), Path(folder, "disk.ckpt")
+        file = str(disk / "model-00000.safetensors")
+        return {
             "save to a disk": seconds(lambda: save(disk, contents, World.single())),
-            "s3fs, upload of the file": seconds(lambda: plain.put_file(str(file), "runs/file")),
-            "phalanx, save to the bucket": seconds(lambda: save(url, contents, World.single())),
-            "s3fs, download to a file": seconds(lambda: plain.get_file("runs/file", f"{folder}/file")),
+            "s3fs, upload of the file": seconds(lambda: files.put_file(file, "runs/file")),
+            "s3fs, download to a file": seconds(lambda: files.get_file("runs/file", f"{folder}/file")),
         }
+
+
+def _phalanx(contents: CheckpointContents) -> dict[str, float]:
+    """Return the seconds of phalanx's save and load, on a new server; the load finds an empty cache."""
+    url = "s3://runs/saved.ckpt"
+    with TemporaryDirectory() as folder, _bucket(folder):
+        found = {"phalanx, save to the bucket": seconds(lambda: save(url, contents, World.single()))}
         os.environ["PHALANX_CACHE"] = f"{folder}/empty"
         return {**found, "phalanx, verified weights from the bucket": seconds(lambda: weights(url))}
+
+
+@contextlib.contextmanager
+def _bucket(folder: str) -> Iterator[None]:
+    """Context in which this process finds a new server, and caches in a folder."""
+    with _server({}) as variables:
+        os.environ.update(variables, PHALANX_CACHE=f"{folder}/cache")
+        S3FileSystem.clear_instance_cache()
+        yield
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from api_pages import api_entries, api_page, link_package
+from api_pages import api_pages, class_entries, link_package, module_entries
 from api_text import api_text
 from error_page import error_page
 from llms import llms_full, llms_index
@@ -24,7 +24,8 @@ FOLDERS = {
     "examples": "Complete scripts, each on real data.",
     "examples/cookbook": "One-page scripts on one subject each. They run as they are, and end with a check.",
 }
-# The search shows tasks first, and measured tables and specifications last.
+# The search shows tasks first, then guides; the names of the API, measured tables and specifications last.
+API_BOOST = 0.2
 BOOSTS = {"Start": 2.0, "How to": 4.0, "Scaling and proofs": 0.2}
 ERRORS = Entry("Error messages", "errors.md", "every message with its cause, its exception and its exit code")
 
@@ -37,7 +38,8 @@ def site_sections() -> list[Section]:
         if title == "Cookbook":
             entries = [each._replace(path=page_of(each.path[3:])) for each in entries] + scripts_in(COOKBOOK)
         if title == "Reference":
-            entries = [*entries, ERRORS, *api_entries()]
+            modules = [(each, *class_entries(each.title, ROOT)) for each in module_entries()]
+            entries = [*entries, ERRORS, *(entry for module in modules for entry in module)]
         found.append(Section(title, entries))
     return found
 
@@ -56,7 +58,7 @@ def generated_pages() -> dict[str, str]:
     """Return the Markdown of the pages that no file in ``docs/`` holds, by the address of their source."""
     code = [*ROOT.glob("*.py"), *(file for folder in package_folders() for file in folder.rglob("*.py"))]
     pages = {ERRORS.path: error_page(ROOT, code)}
-    pages |= {each.path: api_page(each.title, ROOT) for each in api_entries()}
+    pages |= api_pages(ROOT)
     for file in [*(ROOT / "examples").glob("*.py"), *COOKBOOK.glob("*.py")]:
         pages[page_of(file.relative_to(ROOT).as_posix())] = source_page(file, ROOT)
     for folder, text in FOLDERS.items():
@@ -78,10 +80,22 @@ def on_startup(command: str, dirty: bool) -> None:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Set the navigation."""
-    config.nav = [{"Home": "index.md"}] + [
-        {title: [{each.title: each.path} for each in entries]} for title, entries in site_sections()
-    ]
+    config.nav = [{"Home": "index.md"}] + [{title: _nav(entries)} for title, entries in site_sections()]
     return config
+
+
+def _nav(entries: list[Entry]) -> list[dict[str, Any]]:
+    """Return the navigation of a section, in which the classes of a module are below it."""
+    modules = {each.title: each.path for each in module_entries()}
+    found: list[dict[str, Any]] = []
+    below = found
+    for each in entries:
+        if each.title in modules:
+            # Without a title of its own the page is the index of the group.
+            found.append({each.title: (below := [each.path])})
+        else:
+            below.append({each.title: each.path})
+    return found
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -96,14 +110,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Adapt a page of ``docs/``: links out of the folder, blocks that do not run, and rows of generated pages."""
     part = next((part for part in site_sections() if page.file.src_path in {each.path for each in part.entries}), None)
-    if part is not None and part.title in BOOSTS:
-        page.meta["search"] = {"boost": BOOSTS[part.title]}
+    boost = API_BOOST if page.file.src_path.startswith("api/") else BOOSTS.get(part.title if part else "", 1.0)
+    page.meta["search"] = {"boost": boost}
     if page.file.generated_by:
         return markdown
     if page.file.src_path == "index.md":
         reference = next(part for part in read_sections(markdown) if part.title == "Reference")
         last = table_row(reference.entries[-1])
-        markdown = markdown.replace(last, "\n".join([last, *map(table_row, [ERRORS, *api_entries()])]))
+        markdown = markdown.replace(last, "\n".join([last, *map(table_row, [ERRORS, *module_entries()])]))
     return NO_RUN.sub("```python", linked_pages(markdown))
 
 

@@ -122,6 +122,10 @@ class Checkpoint:
 
     def read_section(self, section: str) -> dict[str, Tensor]:
         """Return all tensors of a section; tied names share one tensor."""
+        records = [record for record in self._section(section).values() if not isinstance(record, str)]
+        for file in sorted({part.file for record in records for part in record.parts}):
+            # From a bucket, one request for a whole file takes less time than many for its ranges.
+            download_file(self.path / file)
         owners = self.aliases(section)
         found: dict[str, Tensor] = {}
         for name in self.names(section):

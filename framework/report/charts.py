@@ -27,9 +27,9 @@ _MOST_DRAWN = 400
 _MOST_CHARTS = 60
 _COLORS = 6
 # Size in pixels, also of charts of which three are beside one another.
-_WIDTH, _HEIGHT = 560, 230
-_NARROW_WIDTH, _NARROW_HEIGHT = 372, 180
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
+_WIDTH, _HEIGHT = 560, 246
+_NARROW_WIDTH, _NARROW_HEIGHT = 372, 196
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 44
 _LOG_RATIO = 1_000
 # A curve of many points is drawn faintly, with its average, if its way up and down is so many times its range.
 _LEAST_SMOOTHED, _ROUGH = 60, 5.0
@@ -212,6 +212,8 @@ def _grid(across: Scale, down: Scale, text: Any) -> Iterable[str]:
         y = down.at(value)
         yield f'<line class="grid" x1="{across.start}" x2="{across.end}" y1="{y}" y2="{y}"/>'
         yield f'<text class="tick" x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{text(value)}</text>'
+    if down.logarithmic:
+        yield f'<text class="tick" x="{across.end}" y="{_TOP + 8}" text-anchor="end">log scale</text>'
 
 
 def _steps_axis(across: Scale, height: float) -> Iterable[str]:
@@ -219,7 +221,9 @@ def _steps_axis(across: Scale, height: float) -> Iterable[str]:
     for value in whole:
         x = across.at(value)
         anchor = "end" if x > across.end - 30 else "middle"
-        yield f'<text class="tick" x="{x}" y="{height - 8}" text-anchor="{anchor}">{int(value):,}</text>'
+        yield f'<text class="tick" x="{x}" y="{height - 24}" text-anchor="{anchor}">{int(value):,}</text>'
+    middle = (across.start + across.end) / 2
+    yield f'<text class="tick" x="{middle}" y="{height - 6}" text-anchor="middle">optimizer steps</text>'
 
 
 def _path(points: list[tuple[float, float]], color: int) -> str:

@@ -361,9 +361,9 @@ def _deletions(folder: Path) -> Iterator[tuple[list[str], Callable[[list[str]], 
 
         def write(kept: list[str]) -> None:
             data = "".join(f"{name}\n" for name in kept).encode("utf-8")
+            # Not synced: training waits for this, and a machine that loses its power loses the cache as well.
             os.pwrite(handle, data, 0)
             os.ftruncate(handle, len(data))
-            os.fsync(handle)
 
         yield [name for name in names if name], write
     finally:

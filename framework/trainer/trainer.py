@@ -105,6 +105,10 @@ class Trainer(RankProperties):
 
     Raises:
         ConfigurationError: an argument is unknown, invalid or contradicts another one.
+
+    Example:
+        >>> trainer = Trainer(max_epochs=3, devices=2, strategy="fsdp", precision="bf16-mixed")
+        >>> trainer.fit(module, train_loader, val_loader, ckpt_path="auto")
     """
 
     max_epochs = Setting(lambda settings: settings.max_epochs)

@@ -12,8 +12,9 @@ import hooks
 import pytest
 from error_page import ErrorSite, error_classes, error_page, sites_of
 from page_index import WIDE, read_sections, table_row
-from ranks import run_command
-from source_pages import linked_pages, page_of, source_page
+from ranks import run_command, run_script
+from searches import QUERIES, missed
+from source_pages import linked_pages, page_of, source_page, whole_code
 
 import phalanx
 
@@ -55,7 +56,14 @@ def test_the_site_builds(tmp_path: Path) -> None:
     built = {path.relative_to(site).with_suffix("").as_posix() for path in site.rglob("*.html")}
     listed = {Path(entry.path).with_suffix("").as_posix() for part in hooks.site_sections() for entry in part.entries}
     assert listed <= built
-    assert {"quickstart", "errors", "api/phalanx", "examples/cookbook/gan", "examples/digits"} <= built
+    assert {
+        "quickstart",
+        "errors",
+        "api/phalanx",
+        "api/phalanx.callbacks.EarlyStopping",
+        "examples/cookbook/gan",
+        "examples/digits",
+    } <= built
     pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
     assert {path.name: found for path, page in pages.items() if (found := loaded_from_elsewhere(page))} == {}
 
@@ -63,11 +71,14 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert (site / "search" / "search_index.js").is_file()
     assert (site / "assets" / "iframe-worker.js").is_file()
 
+    assert len(QUERIES) >= 40
+    assert missed(site) == {}
+
     quickstart = pages[site / "quickstart.html"]
     assert '<script src="assets/iframe-worker.js">' in quickstart
     assert 'href="errors.html"' in quickstart
     assert "no-run" not in quickstart
-    trainer = pages[site / "api" / "phalanx.html"]
+    trainer = pages[site / "api" / "phalanx.Trainer.html"]
     assert "gradient_clip_val" in trainer
     assert "Raises" in trainer
 
@@ -119,13 +130,29 @@ def test_links_of_files_elsewhere_lead_to_pages(tmp_path: Path) -> None:
     assert source_page(file, tmp_path) == "[a](gpus.md#x) [b](../../data.md) [c](https://g/docs/d.md)"
 
 
-def test_the_page_of_a_recipe_is_its_docstring_and_its_code(tmp_path: Path) -> None:
-    (tmp_path / "shared.py").write_text('"""The shared part."""\n')
+def test_the_page_of_a_recipe_has_the_code_that_it_shares(tmp_path: Path) -> None:
+    shared = '"""The shared part."""\n\nimport os\nimport sys\n\n# Why.\nX = sys.argv\n\n\ndef x():\n    return os, X\n'
+    (tmp_path / "shared.py").write_text(f"{shared}\n\ndef unused():\n    pass\n")
     file = tmp_path / "one.py"
-    file.write_text('"""Own loop: train ``x``.\n\nMore.\n"""\n\nimport os\nfrom shared import x\n')
-    code = '```python title="one.py"\nimport os\nfrom shared import x\n```'
-    page = f"# Own loop\n\nOwn loop: train `x`.\n\nMore.\n\n{code}\n\n`shared` is [The shared part](shared.md).\n"
-    assert source_page(file, tmp_path) == WIDE + page
+    file.write_text('"""Own loop: train ``x``.\n\nMore.\n"""\n\nimport os\nfrom shared import x\n\nprint(x(), os)\n')
+    code = "import os\nimport sys\n\n\n# Why.\nX = sys.argv\n\n\ndef x():\n    return os, X\n\nprint(x(), os)"
+    page = source_page(file, tmp_path)
+    assert page.startswith(
+        f'{WIDE}# Own loop\n\nOwn loop: train `x`.\n\nMore.\n\n```python title="one.py"\n{code}\n```\n'
+    )
+    assert page.endswith("are in [The shared part](shared.md).\n")
+
+
+def test_recipes_can_be_pasted(tmp_path: Path) -> None:
+    recipes = [file for file in hooks.COOKBOOK.glob("*.py") if file.stem != "tasks"]
+    for file in recipes:
+        (tmp_path / file.name).write_text(whole_code(file) + "\n")
+    assert "from tasks" not in "".join(file.read_text() for file in tmp_path.glob("*.py"))
+    undefined = ["-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821,F811,F823,E9", str(tmp_path)]
+    checked = run_command([sys.executable, *undefined], tmp_path, timeout=60)
+    assert checked.returncode == 0, checked.stdout
+    done = run_script(tmp_path / "early_stopping.py", "--short", "--out", str(tmp_path / "runs"), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
 
 
 ERRORS = '''
