@@ -21,6 +21,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 PLATFORMS = ("slurm", "ray", "kubernetes")
 MOST_RUNS = 20
 INTERVAL_SECONDS, LEAST_INTERVAL_SECONDS = 1.0, 0.1
+METRICS_PORT, METRICS_ADDRESS = 9400, "127.0.0.1"
 WEIGHTS, PROGRAM = ".safetensors", ".pt2"
 _RUN = "a run's directory or its name, such as version_3 or 3; by default the newest run below this directory"
 _FILES = "Reads files alone, also those of a run that is training."
@@ -31,7 +32,7 @@ def add_commands(commands: Any) -> None:
     for add in (
         _new, _demo, _doctor, _selftest, _completion,
         _stages, _launch, _plan,
-        _runs, _top, _report, _why, _data, _compare,
+        _runs, _top, _metrics, _report, _why, _data, _compare,
         _checkpoint, _rewind, _clean,
         _migrate, _export,
     ):  # fmt: skip
@@ -203,6 +204,29 @@ def _top(commands: Any) -> None:
     parser.add_argument("--once", action="store_true", help="print one view, and end")
     between = f"time between two views (default: {INTERVAL_SECONDS:g})"
     parser.add_argument("--interval", type=float, default=INTERVAL_SECONDS, metavar="SECONDS", help=between)
+
+
+def _metrics(commands: Any) -> None:
+    text = "serve the state and the newest values of a run to Prometheus"
+    example = "phalanx metrics version_3 --port 9400 --addr 0.0.0.0"
+    parser = add_command(
+        commands,
+        "metrics",
+        "metrics:serve_metrics",
+        text,
+        example,
+        _FILES,
+        has_json=False,
+        needs="prometheus-client>=0.20",
+    )
+    parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
+    parser.add_argument(
+        "--port", type=int, default=METRICS_PORT, metavar="P", help=f"0: a free one (default: {METRICS_PORT})"
+    )
+    parser.add_argument(
+        "--addr", default=METRICS_ADDRESS, help=f"where to listen (default: {METRICS_ADDRESS})", metavar="ADDRESS"
+    )
+    parser.add_argument("--once", action="store_true", help="print the metrics, and end")
 
 
 def _report(commands: Any) -> None:
