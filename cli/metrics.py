@@ -18,7 +18,7 @@ from .terminal_text import say
 
 def serve_metrics(given: argparse.Namespace) -> int:
     """Serve the values of a run until the command is ended, or print them once; return the exit code."""
-    check_endpoint("--port and --addr", given.port, given.addr)
+    check_endpoint("metrics", given.port, given.addr)
     directory = find_run(given.given_run, Path())
     read = partial(values_of_files, directory)
     if given.once:
