@@ -51,7 +51,9 @@ def check_addresses(name: str, value: Any) -> tuple[str, ...]:
     given = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
     for each in given:
         if not isinstance(each, str):
-            raise ConfigurationError(f"{name} has a value of type {type(each).__name__}: give 'https://...', or a list of these.")
+            raise ConfigurationError(
+                f"{name} has a value of type {type(each).__name__}: give 'https://...', or a list of these."
+            )
         address, shown = each, without_path(each)
         if each.startswith(VARIABLE):
             shown = each

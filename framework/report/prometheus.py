@@ -27,7 +27,7 @@ from .values import as_number, mapping
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
-    from prometheus_client.registry import Collector, CollectorRegistry
+    from prometheus_client.registry import CollectorRegistry
 
 REQUIREMENT = "prometheus-client>=0.20"
 """The package to install."""
@@ -151,8 +151,7 @@ def registry_of(read: Callable[[], RunValues]) -> CollectorRegistry:
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
-    collector: Collector = RunCollector(read)  # type: ignore[assignment]
-    registry.register(collector)
+    registry.register(RunCollector(read))
     return registry
 
 
@@ -160,7 +159,7 @@ def exposition(read: Callable[[], RunValues]) -> str:
     """Return the values of a run in Prometheus's text format."""
     from prometheus_client import generate_latest
 
-    return generate_latest(registry_of(read)).decode()
+    return str(generate_latest(registry_of(read)), "utf-8")
 
 
 class MetricsServer:

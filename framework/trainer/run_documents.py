@@ -38,6 +38,8 @@ _MOST_PARTS = 40
 def configuration(session: Session, loop: FitLoop) -> dict[str, Any]:
     """Return the content of ``config.json``: arguments, what they were resolved to, plug-ins, and the provenance."""
     resources, run = session.fabric.resources, loop.run
+    started = provenance()
+    started["command"] = session.settings.without_addresses(started["command"])
     return {
         "trainer": arguments(session.settings),
         "resolved": {
@@ -60,7 +62,7 @@ def configuration(session: Session, loop: FitLoop) -> dict[str, Any]:
         "checkpoint_directories": [portable(path) for path in _checkpoint_directories(session)],
         "model": _model_facts(run),
         "memory_plan": _memory_facts(run),
-        **provenance(),
+        **started,
         "machine": machine_facts(resources.device_type),
     }
 

@@ -237,7 +237,7 @@ def _end(session: Session, loop: FitLoop) -> None:
     if session.settings.verbose:
         framed = box("done", end_lines(run, session.callbacks), terminal_columns())
         following = next_lines(run, session.callbacks, _log_directory(session), session.directory)
-        session.view.note("\n".join([framed, *following]))
+        session.view.note(session.settings.without_addresses("\n".join([framed, *following])))
 
 
 def _report(session: Session, run: Run, exit_code: int, error: dict[str, Any]) -> str | None:

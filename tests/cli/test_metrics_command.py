@@ -8,6 +8,7 @@ import signal
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_terminal import warm_command
@@ -56,7 +57,7 @@ def test_a_finished_run_is_printed(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_is_printed(tmp_path: Path) -> None:
-    events = [
+    events: list[dict[str, Any]] = [
         {"begin": {"time": 100.0, "step": 0, "attempt": 0, "checkpoint": None}},
         {"step": 4, "time": 101.0, "values": {"val/loss": 0.5}},
         {"begin": {"time": 110.0, "step": 2, "attempt": 1, "checkpoint": "a"}},

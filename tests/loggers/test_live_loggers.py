@@ -195,8 +195,8 @@ def test_media_are_left_out_once(tmp_path: Path) -> None:
 
     class Shows(Tiny):
         def on_train_epoch_end(self) -> None:
-            for _ in range(2):
-                self.logger.log_text("text", "hello")
+            for logger in 2 * self.loggers:
+                logger.log_text("text", "hello")
 
     trainer.fit(Shows(), loader())
     assert [note for note in notes if "leaves out texts" in note] == [
