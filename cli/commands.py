@@ -207,7 +207,7 @@ def _top(commands: Any) -> None:
 
 
 def _metrics(commands: Any) -> None:
-    text = "serve the state and the newest values of a run to Prometheus"
+    text = "serve the state and the values of a run to Prometheus"
     example = "phalanx metrics version_3 --port 9400 --addr 0.0.0.0"
     parser = add_command(
         commands,
@@ -244,7 +244,7 @@ def _why(commands: Any) -> None:
 
 
 def _data(commands: Any) -> None:
-    text = "show which samples each rank has read for a step, or for a batch"
+    text = "show which samples each rank has read for a step or batch"
     parser = add_command(commands, "data", "data:show_data", text, "phalanx data version_3 --step 812 --rank 1", _FILES)
     parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
     steps = "the optimizer step, counted from 0, as messages and metrics.csv give it"
