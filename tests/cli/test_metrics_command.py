@@ -19,6 +19,8 @@ from ranks import completed, started_command, wait_until
 from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx.callbacks import LambdaCallback
+from phalanx.cli.commands import METRICS_ADDRESS, METRICS_PORT
+from phalanx.framework.report.prometheus import ADDRESS, PORT
 
 Samples = dict[str, dict[tuple[str, ...], float]]
 
@@ -92,6 +94,10 @@ def test_the_files_are_read_again_for_each_request(tmp_path: Path) -> None:
         wait_until(lambda: state() == "failed")
         process.send_signal(signal.SIGINT)
         assert completed(process, 20.0).returncode == 0
+
+
+def test_the_command_and_the_logger_have_the_same_defaults() -> None:
+    assert (METRICS_PORT, METRICS_ADDRESS) == (PORT, ADDRESS)
 
 
 def test_a_wrong_port_and_a_missing_run_are_refused(tmp_path: Path) -> None:
