@@ -19,7 +19,7 @@ from ..framework.storage.mirror import refreshed
 GROUPS = {
     "begin": "new demo doctor selftest completion",
     "run": "fit validate test predict launch plan",
-    "look": "runs top report why data compare",
+    "look": "runs top metrics report why data compare",
     "keep": "checkpoint rewind clean",
     "move": "migrate export",
 }
@@ -48,6 +48,7 @@ _CALLED_ELSEWHERE = {
     "plan": "estimate-memory estimate memory dry-run",
     "runs": "ls list experiments",
     "top": "watch status monitor",
+    "metrics": "prometheus exporter serve",
     "report": "tensorboard show logs",
     "why": "explain",
     "checkpoint list": "checkpoints",
@@ -158,7 +159,7 @@ def run_command(given: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: it needs a package that is not installed.
     """
-    package = re.split(r"[<>=]", given.needs)[0]
+    package = re.split(r"[<>=]", given.needs)[0].replace("-", "_")
     if package and find_spec(package) is None:
         raise ConfigurationError(
             f"{given.parser.prog} needs {package}, which is not installed: pip install '{given.needs}'."

@@ -21,6 +21,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 PLATFORMS = ("slurm", "ray", "kubernetes")
 MOST_RUNS = 20
 INTERVAL_SECONDS, LEAST_INTERVAL_SECONDS = 1.0, 0.1
+METRICS_PORT, METRICS_ADDRESS = 9400, "127.0.0.1"
 WEIGHTS, PROGRAM = ".safetensors", ".pt2"
 _RUN = "a run's directory or its name, such as version_3 or 3; by default the newest run below this directory"
 _FILES = "Reads files alone, also those of a run that is training."
@@ -31,7 +32,7 @@ def add_commands(commands: Any) -> None:
     for add in (
         _new, _demo, _doctor, _selftest, _completion,
         _stages, _launch, _plan,
-        _runs, _top, _report, _why, _data, _compare,
+        _runs, _top, _metrics, _report, _why, _data, _compare,
         _checkpoint, _rewind, _clean,
         _migrate, _export,
     ):  # fmt: skip
@@ -205,6 +206,29 @@ def _top(commands: Any) -> None:
     parser.add_argument("--interval", type=float, default=INTERVAL_SECONDS, metavar="SECONDS", help=between)
 
 
+def _metrics(commands: Any) -> None:
+    text = "serve the state and the values of a run to Prometheus"
+    example = "phalanx metrics version_3 --port 9400 --addr 0.0.0.0"
+    parser = add_command(
+        commands,
+        "metrics",
+        "metrics:serve_metrics",
+        text,
+        example,
+        _FILES,
+        has_json=False,
+        needs="prometheus-client>=0.20",
+    )
+    parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
+    parser.add_argument(
+        "--port", type=int, default=METRICS_PORT, metavar="P", help=f"0: a free one (default: {METRICS_PORT})"
+    )
+    parser.add_argument(
+        "--addr", default=METRICS_ADDRESS, help=f"where to listen (default: {METRICS_ADDRESS})", metavar="ADDRESS"
+    )
+    parser.add_argument("--once", action="store_true", help="print the metrics, and end")
+
+
 def _report(commands: Any) -> None:
     text = "show the report of a run, and write its page"
     example = "phalanx report version_3 --out report.html"
@@ -220,7 +244,7 @@ def _why(commands: Any) -> None:
 
 
 def _data(commands: Any) -> None:
-    text = "show which samples each rank has read for a step, or for a batch"
+    text = "show which samples each rank has read for a step or batch"
     parser = add_command(commands, "data", "data:show_data", text, "phalanx data version_3 --step 812 --rank 1", _FILES)
     parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
     steps = "the optimizer step, counted from 0, as messages and metrics.csv give it"

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from .csv_file import CSVLogger as CSVLogger
     from .json_lines import JSONLinesLogger as JSONLinesLogger
     from .mlflow import MLFlowLogger as MLFlowLogger
+    from .opentelemetry import OpenTelemetryLogger as OpenTelemetryLogger
+    from .prometheus import PrometheusLogger as PrometheusLogger
     from .tensorboard import TensorBoardLogger as TensorBoardLogger
     from .trackio import TrackioLogger as TrackioLogger
     from .wandb import WandbLogger as WandbLogger
@@ -22,6 +24,8 @@ _HOMES = {
     ".csv_file": "CSVLogger",
     ".json_lines": "JSONLinesLogger",
     ".mlflow": "MLFlowLogger",
+    ".opentelemetry": "OpenTelemetryLogger",
+    ".prometheus": "PrometheusLogger",
     ".tensorboard": "TensorBoardLogger",
     ".trackio": "TrackioLogger",
     ".wandb": "WandbLogger",

@@ -64,7 +64,8 @@ class SaveConfigCallback(Callback):
             return
         if self.save_to_log_dir and trainer.directory.claimed:
             try:
-                write_text(trainer.run_dir / self.config_filename, self.parser.text_of(self.config))
+                text = trainer.settings.without_addresses(self.parser.text_of(self.config))
+                write_text(trainer.run_dir / self.config_filename, text)
             except StorageError as error:
                 trainer.note(f"{self.config_filename} is missing: {error}")
         self.save_config(trainer, module, stage)

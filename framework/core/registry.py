@@ -219,6 +219,8 @@ LOGGERS = Registry(
         "csv": ".loggers.csv_file:CSVLogger",
         "jsonl": ".loggers.json_lines:JSONLinesLogger",
         "mlflow": ".loggers.mlflow:MLFlowLogger",
+        "opentelemetry": ".loggers.opentelemetry:OpenTelemetryLogger",
+        "prometheus": ".loggers.prometheus:PrometheusLogger",
         "tensorboard": ".loggers.tensorboard:TensorBoardLogger",
         "trackio": ".loggers.trackio:TrackioLogger",
         "wandb": ".loggers.wandb:WandbLogger",

@@ -230,11 +230,11 @@ class LossChecks:
 
     def _report_spike(self, number: float, step: int) -> None:
         """Send rank 0 a message about a loss of this rank that is far above the previous ones."""
-        self._run.triggers.set(
-            Signal.NOTE,
+        text = (
             f"The loss rose to {number:.4g} at optimizer step {step} (epoch {self._run.progress.epoch}){self._where}; "
-            f"it had been about {self.spikes.mean:.4g}, give or take {self.spikes.deviation:.2g}.",
+            f"it had been about {self.spikes.mean:.4g}, give or take {self.spikes.deviation:.2g}."
         )
+        self._run.triggers.set(Signal.LOSS_SPIKE, [step, text])
 
     @property
     def _where(self) -> str:

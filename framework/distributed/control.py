@@ -30,6 +30,8 @@ class Signal(str, Enum):
     """A rank found a loss that is NaN or infinite; the payload is the error's message."""
     NOTE = "note"
     """A line for the console of rank 0; the payload is the text."""
+    LOSS_SPIKE = "loss_spike"
+    """A loss of a rank is far above the others; the payload is the optimizer step, and a line for the console."""
     OUT_OF_MEMORY = "out_of_memory"
     """An update ran out of memory and was repeated."""
     SAVE_DONE = "save_done"

@@ -23,9 +23,10 @@ from ..core.interception import intercept_loop
 from ..system.environment import adopt_environment, threads_for_ranks
 from ..system.failure_records import INTERRUPTED, exit_code_of
 from ..system.processes import ForkedProcess, die_with_parent
-from .exit_hooks import report_failure
+from .exit_hooks import report_failure, write_error
 from .launch_context import LaunchContext, launch_context, private_directory
 from .restart_policy import FitRecord, fits
+from .run_notifications import LaunchNotifications
 from .supervisor import Supervisor
 from .verdict import Verdict
 
@@ -60,11 +61,14 @@ def launch_function(
     _check_fork(uses_cuda)
     with private_directory() as directory, launch_context(directory, num_ranks) as context:
         ranks = [partial(_run_rank, context, rank, function, args) for rank in range(num_ranks)]
-        supervisor = Supervisor(context.directory)
+        supervisor, notifications = Supervisor(context.directory), LaunchNotifications(write_error)
         try:
             with _handling_interrupts(supervisor), _forked(ranks, supervisor):
                 context.close_listener()
                 verdict = supervisor.watch()
+            notifications.stalled(context.directory, verdict)
+            notifications.ended(context.directory, verdict)
+            notifications.close()
             result = _result(context, verdict)
         finally:
             if at_end is not None:

@@ -29,6 +29,7 @@ from .rank_output import RankOutput
 from .rank_states import RankStates
 from .rescue import rescue
 from .restart_policy import FINAL, RestartPolicy, memory_link, output_directory, run_directory, smaller_micro_batch
+from .run_notifications import LaunchNotifications
 from .supervisor import Supervisor
 from .verdict import Verdict
 
@@ -85,6 +86,7 @@ def launch_script(
         write_error(verdict.message)
     if verdict.advice:
         write_error(f"phalanx: {verdict.advice}")
+    launcher.notifications.close()
     raise quick_exit(verdict.exit_code)
 
 
@@ -102,12 +104,14 @@ def _run_attempts(
             may_follow = restarts.done < restarts.allowed or nodes.may_change or memory_link(directory).is_dir()
             verdict = launcher.run_attempt(context, is_last=not may_follow)
             attempt = context.directory
+        launcher.notifications.stalled(attempt, verdict)
         ends = supervisor.is_shutting_down
         if not ends and verdict.failed and (nodes.has_lost or nodes.makes_room()):
             # Neither the loss of a node nor another one that has come counts as a restart.
             has_saved = nodes.makes_room() and verdict.exit_code == Preempted.exit_code
             message = "phalanx: a node has come, and the ranks have saved their step" if has_saved else verdict.message
             if (has_saved or verdict.exit_code not in FINAL) and nodes.regroup(message):
+                launcher.notifications.restarted(attempt, message, verdict.step, "with other nodes")
                 restarts.attempt += 1
                 continue
             ends = nodes.has_lost
@@ -125,12 +129,16 @@ def _run_attempts(
             f"{verdict.message}\nphalanx: the ranks are started again {f'in {wait:g} s' if wait else 'now'}, from the "
             f"newest snapshot or good checkpoint if there is one (restart {restarts.done} of {restarts.allowed})"
         )
+        count = f"restart {restarts.done} of {restarts.allowed}"
+        launcher.notifications.restarted(attempt, verdict.message, verdict.step, count)
         if (ended := supervisor.pause(wait)) is not None:
             verdict = ended
             break
     if verdict.failed and attempt is not None and not supervisor.has_to_leave and (outcome := rescue(directory)):
         write_error(f"phalanx: {outcome}")
         verdict = replace(verdict, advice=_amend_report(verdict, run_directory(attempt)))
+    if attempt is not None and not supervisor.has_to_leave:
+        launcher.notifications.ended(attempt, verdict)
     return verdict
 
 
@@ -141,6 +149,7 @@ class _ScriptLauncher:
         self, script: Script, supervisor: Supervisor, nodes: Nodes, libraries: Sequence[str], shows_all: bool
     ) -> None:
         self.nodes = nodes
+        self.notifications = LaunchNotifications(write_error)
         self._script = script
         self._supervisor = supervisor
         self._libraries = libraries

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..storage.mirror import after_change
 from ..system.atomic_files import write_text
 from ..system.run_directory import REPORT
-from .document import EVALUATIONS, OUTCOME, build_report
+from .document import EVALUATIONS, OUTCOME, build_report, run_name
 from .page import render_page
-from .run_files import PAGE, RunFiles
+from .run_files import PAGE, RunFiles, ended_state
+from .verdicts import sentence_of
 
 # A launcher that writes the report of ranks that have failed ends soon afterwards.
 _PATIENCE_SECONDS = 5.0
@@ -62,6 +64,35 @@ def add_to_report(directory: Path, stage: str, results: list[dict[str, float]]) 
     """
     if RunFiles(directory).report:
         amend_report(directory, {stage: results})
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a fit ended: one of ``run_files.STATES``, the sentence of ``phalanx why``, and the optimizer step."""
+
+    state: str
+    sentence: str
+    step: int | None
+
+
+def ending(directory: Path | None, outcome: dict[str, Any] | None = None) -> Ending:
+    """Return how a fit ended, from the files of its run, or for one without files from its outcome.
+
+    Args:
+        directory: the run's directory; None for a run without files.
+        outcome: the values of ``OUTCOME``; those that are missing are not known.
+    """
+    if directory is not None:
+        report = build_report(RunFiles(directory))
+        return Ending(report["state"], report["why"]["sentence"], report["why"]["step"])
+    found = {**dict.fromkeys(OUTCOME), "restarts": 0, **(outcome or {})}
+    found["state"] = ended_state(found["exit_code"])
+    return Ending(found["state"], sentence_of(found), found["optimizer_steps"])
+
+
+def label_of(directory: Path | None) -> str:
+    """Return the name of a run in a notification."""
+    return "a run without files" if directory is None else run_name(directory)
 
 
 def as_text(document: dict[str, Any]) -> str:

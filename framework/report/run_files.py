@@ -31,6 +31,8 @@ _STATES = {
     StalledError.exit_code: "stalled",
     INTERRUPTED: "interrupted",
 }
+STATES = ("running", "silent", *_STATES.values(), "failed", "killed", "unknown")
+"""All states of a run."""
 _VERDICTS = {
     "finished": "good", "running": "good", "preempted": "warn", "interrupted": "warn", "silent": "warn",
 }  # fmt: skip
@@ -41,6 +43,11 @@ def is_run(directory: Path) -> bool:
     if any((directory / name).is_file() for name in _MARKS):
         return True
     return any(_is_own(directory / name) for name in (CONFIG, REPORT))
+
+
+def ended_state(exit_code: int) -> str:
+    """Return the state of a run whose fit has ended with an exit code."""
+    return _STATES.get(exit_code, "failed")
 
 
 def verdict_of(state: str) -> str:
@@ -121,13 +128,12 @@ class RunFiles:
 
     @cached_property
     def state(self) -> str:
-        """``finished``, ``failed``, ``preempted``, ``stalled``, ``interrupted``, ``killed``, ``running``, ``silent`` or
-        ``unknown``."""
+        """One of ``STATES``."""
         code = self.outcome.get("exit_code")
         if code is None and self.status.get("state") == "ended":
             code = self.status.get("exit_code")
         if isinstance(code, int):
-            return _STATES.get(code, "failed")
+            return ended_state(code)
         if not self.status:
             return "unknown"
         if self._runs_here() is False:

@@ -33,7 +33,7 @@ def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = 
     if state in _RESUMABLE and step is not None:
         lost = max(0, step - ((found["from_step"] if newest is None else newest["step"]) or 0))
     return {
-        "sentence": _sentence(found),
+        "sentence": sentence_of(found),
         "step": step,
         "lost_steps": lost,
         "lost": _lost(found, lost),
@@ -91,7 +91,8 @@ def _error_line(stopped: str) -> str:
     return ""
 
 
-def _sentence(found: dict[str, Any]) -> str:
+def sentence_of(found: dict[str, Any]) -> str:
+    """Return how a run ended, to follow its name; ``found`` is as for ``explain``."""
     state, step, code = found["state"], found["optimizer_steps"], found["exit_code"]
     took = found["duration_seconds"]
     after = "" if took is None else f" after {span_text(took)}"

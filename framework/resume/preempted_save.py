@@ -58,6 +58,9 @@ def leave(run: Run, directory: Path | None) -> NoReturn:
         where = "the job's time is nearly up"
     elif name == NOTICE:
         where = "the machine is about to be taken back"
+    if name != "SIGINT":
+        sentence = f"{where}: the run stops after optimizer step {step}, saves if it can, and ends"
+        run.context.notify("preemption", sentence, step, None)
     message = f"{where}: stopped after optimizer step {step}, {_saved(run, directory)}"
     if name == "SIGINT":
         # The end of the process, or the notebook, shows the message. The user may continue with this module, in a

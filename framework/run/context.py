@@ -28,6 +28,8 @@ class RunContext:
     """The Trainer that hooks receive as an argument."""
     note: Callable[[str], None]
     """Shows a line on the console of rank 0."""
+    notify: Callable[[str, str, int | None, str | None], None]
+    """Sends an event to the user's servers, on rank 0: its name, a sentence, the optimizer step and a key."""
     directory: RunDirectory
     heartbeat: Heartbeat
     writes: bool

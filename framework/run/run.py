@@ -203,6 +203,7 @@ class Run:
         on = self.triggers.on
         on(Signal.NONFINITE, self._raise_nonfinite)
         on(Signal.NOTE, self._show_notes)
+        on(Signal.LOSS_SPIKE, self._report_spikes)
         on(Signal.SAVE_DONE, lambda sent: self.saver.finish(next(iter(sent.values()))))
         on(Signal.END_EPOCH, self._cut_epoch)
         on(Signal.CONTINUE, self._withdraw_stop)
@@ -217,6 +218,13 @@ class Run:
         self.triggers.fired.pop(Signal.NOTE, None)
         for text in sent.values():
             self.note(text)
+
+    def _report_spikes(self, sent: Sent) -> None:
+        # Cleared for the same reason.
+        self.triggers.fired.pop(Signal.LOSS_SPIKE, None)
+        for step, text in sent.values():
+            self.note(text)
+            self.context.notify("loss_spike", text, step, f"loss_spike_{step}")
 
     def _cut_epoch(self, sent: Sent) -> None:
         self.progress.epoch_cut = True

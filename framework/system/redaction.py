@@ -40,11 +40,33 @@ def without_secret_options(command: str) -> str:
     shown = list(words)
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if equals and _is_secret_option(name, value):
+        if equals and _has_addresses(name):
+            shown[place] = f"{name}={without_paths(value)}"
+        elif equals and _is_secret_option(name, value):
             shown[place] = f"{name}={MASK}"
+        elif place and _has_addresses(words[place - 1]):
+            shown[place] = without_paths(word)
         elif not equals and place + 1 < len(words) and name.startswith("--") and not words[place + 1].startswith("-"):
             shown[place + 1] = MASK if _is_secret_option(name, words[place + 1]) else words[place + 1]
     return command if shown == words else shlex.join(shown)
+
+
+def _has_addresses(option: str) -> bool:
+    """Whether an option has addresses, the paths of which are secret: ``--trainer.notify``."""
+    return option.startswith("--") and option.rpartition(".")[2].lstrip("-").rstrip("+") == "notify"
+
+
+def without_paths(text: str) -> str:
+    """Return a text in which the URLs of HTTP are without what may be secret in them."""
+    return re.sub(r"https?://[^\s'\",\]]+", lambda match: without_path(match[0]), text)
+
+
+def without_path(address: str) -> str:
+    """Return the beginning of a URL, with ``***`` in place of all that may be secret: user, path and query."""
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#@]*@)?([^/?#@\s]*)(.?)", address)
+    if match is None:
+        return MASK
+    return f"{match[1]}{match[2]}{f'/{MASK}' if match[3] else ''}"
 
 
 def _is_secret_option(name: str, value: str) -> bool:

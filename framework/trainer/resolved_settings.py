@@ -14,6 +14,7 @@ from ..core.global_batch import GlobalBatch, resolve_global_batch
 from ..parallel.activation_memory import ActivationMemory, activation_memory
 from ..parallel.optimizer_step import check_clipping
 from ..profiling.profiler import Profiler
+from ..report.notifications import without_addresses
 from ..system.environment import is_quiet
 from .rules import Limit
 from .settings import TrainerSettings
@@ -57,6 +58,8 @@ class Settings:
     stall_limits: tuple[float, ...]
     profiler: Profiler
     memory: ActivationMemory | None
+    notify: tuple[str, ...]
+    """Where the events of fits are sent."""
 
     @property
     def barebones(self) -> bool:
@@ -72,6 +75,10 @@ class Settings:
     def shards_data(self) -> bool:
         """Whether loaders are sharded over ranks."""
         return self.given.use_distributed_sampler
+
+    def without_addresses(self, text: str) -> str:
+        """Return a text without what may be secret in the addresses for notifications."""
+        return without_addresses(text, self.given.notify)
 
     def limit_batches(self, stage: str, total: int | None) -> int | None:
         """Return the number of batches of ``total`` that a stage may use; None means all of an unknown number."""
@@ -149,6 +156,7 @@ def resolve_settings(given: TrainerSettings) -> Settings:
         stall_limits=value["stall_timeout"],
         profiler=value["profiler"],
         memory=activation_memory(given.memory, compiles=given.compile not in (False, None)),
+        notify=() if value["fast_dev_run"] else value["notify"],
     )
     if settings.fast_dev_run:
         _limit_to_dev_run(settings, settings.fast_dev_run)

@@ -18,6 +18,7 @@ from ..core.split_optimizer import kind_of
 from ..memory.formulas import LAYOUTS, Ranks, footprint
 from ..memory.measure import elements_of, size_of
 from ..memory.memory_plan import casts_of
+from ..report.notifications import shown_addresses
 from ..report.values import timestamp
 from ..resume.checkpoint_saver import moments
 from ..resume.checkpoint_search import newest_of_run, shared_directories
@@ -37,6 +38,8 @@ _MOST_PARTS = 40
 def configuration(session: Session, loop: FitLoop) -> dict[str, Any]:
     """Return the content of ``config.json``: arguments, what they were resolved to, plug-ins, and the provenance."""
     resources, run = session.fabric.resources, loop.run
+    started = provenance()
+    started["command"] = session.settings.without_addresses(started["command"])
     return {
         "trainer": arguments(session.settings),
         "resolved": {
@@ -59,7 +62,7 @@ def configuration(session: Session, loop: FitLoop) -> dict[str, Any]:
         "checkpoint_directories": [portable(path) for path in _checkpoint_directories(session)],
         "model": _model_facts(run),
         "memory_plan": _memory_facts(run),
-        **provenance(),
+        **started,
         "machine": machine_facts(resources.device_type),
     }
 
@@ -74,6 +77,8 @@ def _changed_arguments(settings: Settings) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for each in fields(settings.given):
         value = getattr(settings.given, each.name)
+        if each.name == "notify":
+            value = shown_addresses(value)
         plain = _plain(value)
         if value is not each.default and not _equal(plain, _plain(each.default)):
             changed[each.name] = plain if _survives(plain) else _described(value)
@@ -94,9 +99,12 @@ def _described(value: Any) -> str:
 def arguments(settings: Settings) -> dict[str, Any]:
     """Return the arguments of a Trainer under their own names, as JSON values that ``Trainer`` accepts again.
 
-    Times are dicts. Arguments that are or hold objects, such as callbacks, are left out.
+    Times are dicts. Arguments that are or hold objects, such as callbacks, are left out, and so are addresses, in
+    which there may be secrets.
     """
     given = {each.name: _plain(getattr(settings.given, each.name)) for each in fields(settings.given)}
+    if shown_addresses(settings.given.notify) != settings.given.notify:
+        del given["notify"]
     if isinstance(settings.given.stall_timeout, timedelta):
         # As a dict it would be read as one by section.
         given["stall_timeout"] = settings.given.stall_timeout.total_seconds()

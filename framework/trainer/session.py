@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback, saved_by
-from ..core.errors import ConfigurationError
+from ..core.errors import ConfigurationError, StalledError
 from ..core.progress import Progress
+from ..report import ending
+from ..report.notifications import Notifier
+from ..report.verdicts import headline
 from ..run.context import RunContext
 from ..storage.mirror import Mirror, NoMirror
 from ..system.environment import hiding_secrets
@@ -126,6 +129,8 @@ class Session:
     records: StageRecords = field(default_factory=StageRecords)
     recorder: RunRecorder | None = None
     """Records the fit in progress, if it writes files; only on rank 0."""
+    notifier: Notifier | None = None
+    """Sends the events of the fit in progress to the user's servers, if there are any; only on rank 0."""
     first_micro_batch: int | None = None
     """The size of micro-batches that the current fit begins with, if it finds one; None: a rank's whole part."""
     early_notes: list[str] = field(default_factory=list)
@@ -200,7 +205,7 @@ class Session:
             self.loop.release_data()
         if self.evaluation is not None:
             self.evaluation.sources = ()
-        self.run = self.loop = self.evaluation = self.recorder = None
+        self.run = self.loop = self.evaluation = self.recorder = self.notifier = None
 
     # ---- the run's context -----------------------------------------------------------------------------------------
 
@@ -209,6 +214,7 @@ class Session:
         return RunContext(
             view=self.view,
             note=self.note,
+            notify=self.notify,
             directory=self.directory,
             heartbeat=self.heartbeat,
             writes=self.writes,
@@ -226,6 +232,35 @@ class Session:
             self.early_notes.append(text)
         self.view.note(text)
 
+    def notify(self, event: str, sentence: str, step: int | None, key: str | None = None) -> None:
+        """Send an event of a fit to the user's servers, without waiting; see ``Notifier.send``."""
+        if self.notifier is not None:
+            self.notifier.send(event, sentence, step, key=key)
+
+    def notify_end(self, outcome: dict[str, Any]) -> None:
+        """Send the end of a fit, once its report is written. The supervisor of ranks that have failed sends theirs."""
+        is_sent_later = outcome["exit_code"] != 0 and self.resources.place.launcher == "phalanx"
+        if self.notifier is not None and not is_sent_later:
+            end = ending(self.run_directory, outcome)
+            self.notifier.send("end", end.sentence, end.step, end.state)
+
+    def end_stalled(self, message: str, ends: bool) -> None:
+        """Record a stall that this process has found itself, in the watchdog's thread.
+
+        Args:
+            message: the stacks, and the sentence that names the rank at fault.
+            ends: whether the process ends.
+        """
+        step = self.heartbeat.read().step
+        self.notify("stall", headline(message), step if step >= 0 else None)
+        if ends:
+            # Without a collective or a look at a device: the training thread hangs.
+            if self.recorder is not None:
+                self.recorder.close(StalledError.exit_code, message)
+            if self.notifier is not None:
+                self.notify_end({"exit_code": StalledError.exit_code, "stopped": message, "optimizer_steps": step})
+                self.notifier.close()
+
     def record_with(self, recorder: RunRecorder) -> None:
         """Record the fit in progress, including the lines that were shown while it was set up."""
         self.recorder = recorder
@@ -236,6 +271,11 @@ class Session:
     def writes(self) -> bool:
         """Whether runs write files."""
         return bool(self.loggers) or self.checkpoint_callback is not None
+
+    @property
+    def run_directory(self) -> Path | None:
+        """The directory of the run in progress, if it writes files."""
+        return self.directory.path if self.writes and self.directory.claimed else None
 
     @property
     def checkpoint_callback(self) -> Callback | None:

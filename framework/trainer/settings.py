@@ -19,6 +19,7 @@ from ..launch.signals import check_signals
 from ..launch.spot_notice import AUTO, check_service
 from ..parallel.strategy import Strategy
 from ..profiling.profiler import Profiler
+from ..report.notifications import check_addresses
 from ..watchdog.heartbeat import StallTimeout, resolve_stall_timeout
 from .rules import (
     Limit,
@@ -217,6 +218,12 @@ class TrainerSettings:
         'poll for the notice that a spot machine of ``"aws"``, ``"gcp"`` or ``"azure"`` is reclaimed; then save and '
         'end with exit code 75. ``"auto"``: on machines of these services. False: do not poll.',
         check_service,
+    )
+    notify: str | Sequence[str] | None = _setting(
+        None,
+        "an address, or a list of them, to which rank 0 or its launcher sends a JSON object when a fit ends, stalls, "
+        'is preempted or restarted, or its loss rises suddenly; ``"env:NAME"`` is the address in a variable.',
+        check_addresses,
     )
     requeue: bool = _setting(
         True, "put a SLURM job back into the queue after SIGUSR1 or SIGUSR2, as ``sbatch --signal`` sends them.", flag

@@ -14,6 +14,7 @@ from ..diagnostics import comparing_collectives
 from ..distributed.control import Signal
 from ..launch.exit_hooks import install_rank_hooks
 from ..launch.restart_policy import FINAL
+from ..launch.run_notifications import fit_notifier
 from ..launch.signals import SignalWatch
 from ..launch.slurm import TimeLimit
 from ..launch.spot_notice import SpotNotices
@@ -87,7 +88,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
     own_records().clear_pending_error(place.rank)
     session.begin(stage, request)
     unguard(request.module)
-    with watched(session.heartbeat, place, session.settings.stall_limits):
+    with watched(session.heartbeat, place, session.settings.stall_limits, session.end_stalled):
         try:
             yield
             session.heartbeat.enter("teardown")
@@ -122,6 +123,8 @@ def _fit(session: Session, request: StageRequest, again: Origin | None) -> Origi
         choose_strategy(session, request)
         choose_micro_batch(session, request)
         loop = assemble_fit(session, request, again)
+        if loop.run.world.is_global_zero and (addresses := session.settings.notify):
+            session.notifier = fit_notifier(addresses, session.run_directory, session.note)
         watch.report_to(loop.run.triggers)
         if loop.run.world.is_global_zero:
             limit.report_to(loop.run.triggers, Signal.PREEMPT)
@@ -234,24 +237,27 @@ def _end(session: Session, loop: FitLoop) -> None:
     if session.settings.verbose:
         framed = box("done", end_lines(run, session.callbacks), terminal_columns())
         following = next_lines(run, session.callbacks, _log_directory(session), session.directory)
-        session.view.note("\n".join([framed, *following]))
+        session.view.note(session.settings.without_addresses("\n".join([framed, *following])))
 
 
 def _report(session: Session, run: Run, exit_code: int, error: dict[str, Any]) -> str | None:
-    """Write the report of a fit that has ended, and return how to resume it.
+    """Write the report of a fit that has ended, notify the user's servers, and return how to resume it.
 
     A failure is reported and the run continues.
     """
-    if not session.writes or not session.directory.claimed:
+    directory, advice = session.run_directory, None
+    if directory is None and session.notifier is None:
         return None
     end = outcome(session, run, exit_code) | error
     if session.recorder is not None:
         session.recorder.close(exit_code, end["stopped"])
-    try:
-        return how_to_resume(finish_report(session.directory.path, end))
-    except StorageError as failure:
-        session.view.note(f"{REPORT} is missing: {failure}")
-    return None
+    if directory is not None:
+        try:
+            advice = how_to_resume(finish_report(directory, end))
+        except StorageError as failure:
+            session.view.note(f"{REPORT} is missing: {failure}")
+    session.notify_end(end)
+    return advice
 
 
 def _keep(session: Session, name: str, document: Any) -> None:
@@ -328,6 +334,8 @@ def _release(session: Session, request: StageRequest) -> None:
         run.world.close()
         for callback in run.callbacks:
             callback.log_through(None)
+    if session.notifier is not None:
+        session.notifier.close()
     request.module.detach()
     mirror, session.mirror = session.mirror, NoMirror()
     try:

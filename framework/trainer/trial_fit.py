@@ -52,6 +52,7 @@ def trial_fit(
         "enable_report": False, "fast_dev_run": False, "max_epochs": -1, "max_time": None, "min_epochs": None,
         "min_steps": None, "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None,
         "check_val_every_n_epoch": 1, "nonfinite": "ignore", "max_restarts": 0, "snapshots": False,
+        "notify": None,
     }  # fmt: skip
     try:
         twin = copied(module, torch.clone)

@@ -146,14 +146,30 @@ CHECK_SECONDS = 0.25
 _stages = itertools.count()
 
 
+def _nothing(message: str, ends: bool) -> None:
+    """Do nothing about a stall."""
+
+
 @contextmanager
-def watched(heartbeat: Heartbeat, placement: Placement, limits: tuple[float, ...]) -> Generator[None, None, None]:
-    """Watch a stage for stalls, through the supervisor if there is one, else through a thread of this process."""
+def watched(
+    heartbeat: Heartbeat,
+    placement: Placement,
+    limits: tuple[float, ...],
+    on_stall: Callable[[str, bool], None] = _nothing,
+) -> Generator[None, None, None]:
+    """Watch a stage for stalls, through the supervisor if there is one, else through a thread of this process.
+
+    Args:
+        heartbeat: the heartbeat of this rank.
+        placement: the place of this rank.
+        limits: the limit of each section in seconds.
+        on_stall: called in that thread with the message of a stall, and whether it ends this process.
+    """
     directory = error_dir()
     shared = directory is not None and os.path.isdir(directory) and heartbeat.share(directory, placement.rank)
     heartbeat.begin(limits)
     has_limit = any(limit < math.inf for limit in limits[1:])
-    watchdog = InProcessWatchdog(heartbeat, placement, limits) if has_limit and not shared else None
+    watchdog = InProcessWatchdog(heartbeat, placement, limits, on_stall) if has_limit and not shared else None
     if watchdog is not None:
         watchdog.start()
     try:
@@ -167,8 +183,15 @@ def watched(heartbeat: Heartbeat, placement: Placement, limits: tuple[float, ...
 class InProcessWatchdog(threading.Thread):
     """Checks this process's own heartbeat until it is stopped."""
 
-    def __init__(self, heartbeat: Heartbeat, placement: Placement, limits: tuple[float, ...]) -> None:
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        placement: Placement,
+        limits: tuple[float, ...],
+        on_stall: Callable[[str, bool], None] = _nothing,
+    ) -> None:
         super().__init__(name="phalanx-stalls", daemon=True)
+        self._on_stall = on_stall
         self._placement = placement
         self._heartbeat = heartbeat
         self._detector = StallDetector(self)
@@ -228,10 +251,13 @@ class InProcessWatchdog(threading.Thread):
     def _report(self, message: str) -> None:
         stream = sys.__stderr__ or sys.stderr
         ends = can_rerun_script() or self._placement.launcher is not None
+        shown = message
         with contextlib.suppress(BaseException):
             if self._placement.launcher is not None:
-                message = "\n".join(f"[rank {self._placement.rank}] {line}" for line in message.splitlines())
-            stream.write(message + "\n")
+                shown = "\n".join(f"[rank {self._placement.rank}] {line}" for line in message.splitlines())
+            stream.write(shown + "\n")
             stream.flush()
+        with contextlib.suppress(Exception):
+            self._on_stall(message, ends)
         if ends and not self._stopped.is_set():
             os._exit(StalledError.exit_code)

@@ -18,6 +18,7 @@ from typing import Any
 import configured
 import pytest
 import yaml
+from hook_server import SECRET, HookServer
 from ranks import read_terminal, run_command, run_script
 
 # The console script, which here starts with its libraries imported.
@@ -314,3 +315,15 @@ def test_jsonargparse_is_imported_for_configurations_only(project: Path) -> None
         assert done.returncode == expected, done.stdout
     assert len(done.stdout.splitlines()) == 1
     assert "jsonargparse" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--trainer.notify={}", "--trainer.notify+={}", "--trainer.notify {}"])
+def test_the_secret_part_of_an_address_is_in_no_file_and_no_output(project: Path, option: str) -> None:
+    with HookServer() as hooks:
+        code, output = phalanx(project, "fit", "config.yaml", *option.format(hooks.url).split())
+    assert code == 0, output
+    assert hooks.events == ["end"]
+    assert SECRET not in output
+    written = [path for path in project.rglob("*") if path.is_file()]
+    assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
+    assert any("/***" in path.read_text() for path in written if path.name == "config.yaml")
