@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torchmetrics import MetricCollection
 
+    from ..core.intervals import Interval
     from .contracts import CallbackContract, SavedCheckpoints
     from .train_module import TrainModule
 
@@ -65,6 +66,11 @@ class Callback(NamesArguments):
     @property
     def needed_metrics(self) -> Sequence[str]:
         """The names of the metrics that this callback reads, for a report of misspelled ones before training."""
+        return ()
+
+    @property
+    def counted_intervals(self) -> Sequence[Interval]:
+        """The intervals at which this callback acts, so that the run counts their tokens or samples."""
         return ()
 
     @property

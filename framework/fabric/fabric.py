@@ -1046,7 +1046,8 @@ class Fabric(RankProperties):
 
         Args:
             values: plain values to restore, such as the number of the epoch and of the step.
-            every: the number of updates between two snapshots, or ``"auto"`` for at most 2 % of the time.
+            every: the number of updates between two snapshots, a text such as ``"100 steps"`` or ``"5 min"``, or
+                ``"auto"`` for at most 2 % of the time.
 
         Returns:
             Whether it took one.

@@ -49,7 +49,8 @@ def trial_fit(
         "strategy": strategy if isinstance(strategy, str) else strategy.clone(),
         "callbacks": recorder, "logger": False, "profiler": None, "barebones": False, "verbose": False,
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "enable_report": False, "fast_dev_run": False, "max_epochs": -1, "max_time": None, "min_epochs": None,
+        "enable_report": False, "fast_dev_run": False, "max_epochs": -1, "max_time": None, "duration": None,
+        "min_epochs": None,
         "min_steps": None, "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None,
         "check_val_every_n_epoch": 1, "nonfinite": "ignore", "max_restarts": 0, "snapshots": False,
     }  # fmt: skip
