@@ -111,7 +111,7 @@ class Interval:
 
     def __str__(self) -> str:
         if self.unit != "seconds":
-            return f"{self.number:,} {self.unit[:-1] if self.number == 1 else self.unit}"
+            return f"{self.number} {self.unit[:-1] if self.number == 1 else self.unit}"
         form = next((form for form in ("d", "h", "min") if self.number % _SECONDS[form] == 0), "s")
         return f"{self.number / _SECONDS[form]:g} {form}"
 

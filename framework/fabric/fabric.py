@@ -95,7 +95,7 @@ class Fabric(RankProperties):
     """The verbs of training on one rank or many. Every rank must call those marked "Collective", in the same order.
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``, or the type of another backend.
         strategy: a name such as ``"ddp"``, or an object. ``"auto"`` is ``single`` for one rank and ``ddp`` for more.
         devices: ranks on each node: a number, a list of CUDA indices, or ``"auto"``.
         num_nodes: number of nodes.

@@ -89,7 +89,7 @@ def interval(name: str, value: Any) -> Limit | timedelta | Interval:
         found = Interval.parse(value, name)
         return timedelta(seconds=found.number) if found.unit == "seconds" else found
     if isinstance(value, (dict, timedelta)):
-        return duration(name, value)
+        return duration_above_zero(name, value)
     limit = batch_limit(name, value)
     if not limit:
         raise ConfigurationError(
@@ -112,7 +112,7 @@ def counted_in(unit: str, rule: Rule) -> Rule:
     return text_or_number
 
 
-def duration(name: str, value: Any) -> timedelta:
+def duration_above_zero(name: str, value: Any) -> timedelta:
     """Rule of times: ``"30 min"``, ``"DD:HH:MM:SS"``, a dict of ``timedelta`` arguments, or a ``timedelta``."""
     found = parse_duration(value, name)
     if found <= timedelta(0):
@@ -122,7 +122,7 @@ def duration(name: str, value: Any) -> timedelta:
 
 def optional_duration(name: str, value: Any) -> timedelta | None:
     """Rule of times that may be None."""
-    return None if value is None else duration(name, value)
+    return None if value is None else duration_above_zero(name, value)
 
 
 def dev_run(name: str, value: Any) -> int:

@@ -29,6 +29,7 @@ from .rules import (
     deterministic,
     dev_run,
     directory,
+    duration_above_zero,
     flag,
     interval,
     one_of,
@@ -59,7 +60,11 @@ def _setting(default: Any, documentation: str, rule: Rule | None = None) -> Any:
 class TrainerSettings:
     """The arguments of ``Trainer`` as the user gave them."""
 
-    accelerator: str = _setting("auto", '``"auto"``, ``"cpu"``, ``"gpu"`` or ``"cuda"``.')
+    accelerator: str = _setting(
+        "auto",
+        '``"cpu"``, ``"cuda"`` (ROCm too), ``"xpu"``, ``"mps"``, or the type of another backend of torch; ``"gpu"``: '
+        'the accelerator that torch sees; ``"auto"``: that one, else the CPU.',
+    )
     strategy: str | Strategy = _setting(
         "auto",
         'how work is distributed over ranks, a name or a ``Strategy``. ``"auto"`` chooses when a fit starts: on one '
@@ -74,7 +79,7 @@ class TrainerSettings:
         "takes the ranks that the others leave. A strategy refuses axes that it does not have.",
     )
     devices: int | str | list[int] = _setting(
-        "auto", 'ranks on each node: a number, a list of CUDA indices, or ``"auto"``.'
+        "auto", 'ranks on each node: a number, a list of the indices of devices, or ``"auto"``.'
     )
     num_nodes: int = _setting(1, "nodes; more than one needs a launcher such as torchrun.")
     precision: str | int | Precision | None = _setting(
@@ -243,7 +248,9 @@ class TrainerSettings:
         True, "put a SLURM job back into the queue after SIGUSR1 or SIGUSR2, as ``sbatch --signal`` sends them.", flag
     )
     time_limit_margin: Any = _setting(
-        timedelta(minutes=2), "how long before the end of a SLURM job to save and end with exit code 75.", duration
+        timedelta(minutes=2),
+        "how long before the end of a SLURM job to save and end with exit code 75.",
+        duration_above_zero,
     )
     max_restarts: int = _setting(
         0,
@@ -256,7 +263,8 @@ class TrainerSettings:
         None,
         'after how many optimizer steps, or which time such as ``"5 min"``, the state is copied into memory that '
         "outlives the ranks. Restarted ranks continue from it, and if a run fails it is saved as ``rescued.ckpt``. "
-        '``"auto"``: as often as takes at most 2 percent of the time; None: ``"auto"`` with ``max_restarts``; False: never.',
+        '``"auto"``: as often as takes at most 2 percent of the time; None: ``"auto"`` with ``max_restarts``; False: '
+        "never.",
         snapshot_interval,
     )
     verify_every: int | str | None = _setting(
