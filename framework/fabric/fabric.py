@@ -572,7 +572,9 @@ class Fabric(RankProperties):
         """
         world = self.world
         sharing = Sharing(use_distributed_sampler, split_batches, dispatch_batches, even_batches)
-        move = BatchCopy(world.device) if move_to_device and world.device.type == "cuda" else None
+        move: Callable[[Any], Any] | None = None
+        if move_to_device and world.device.type != "cpu":
+            move = BatchCopy(world.device) if world.device.type == "cuda" else self.to_device
         seed = self._prepared.seed
         if seed is None:
             seed = self._prepared.take_seed(int(world.broadcast_object(torch.initial_seed())))

@@ -238,7 +238,8 @@ def _devices(devices: int | str | list[int], device_type: str, place: Placement)
     if devices in ("auto", "-1", -1):
         # A launcher determines the number of ranks, regardless of the devices of the machine.
         launched = place.launcher is not None or place.size > 1
-        return place.local_size if launched else max(available, 1), None
+        several = available > 1 and has_backend(device_type)
+        return place.local_size if launched else available if several else 1, None
     if isinstance(devices, list):
         _check_indices(devices, device_type, available)
         return len(devices), devices

@@ -58,7 +58,7 @@ print(json.dumps({
     "resumed": whole[8:] == resumed and whole_weights == resumed_weights,
     "device": str(trainer.world.device), "peak": trainer.throughput.peak_memory_bytes,
     "auto": auto.fabric.resources.device_type, "gpu": gpu.fabric.resources.device_type,
-    "bf16": fit("other", 4, precision="bf16-mixed")[1].global_step,
+    "bf16": fit("other", 4, precision="bf16-true")[1].global_step,
 }))
 """,
         str(tmp_path),

@@ -61,7 +61,6 @@ def test_texts_and_numbers_are_intervals(given: Any, number: float, unit: str) -
         (None, ["every=None"]),
         ({"fortnights": 1}, ["fortnights", "timedelta"]),
     ],
-    ids=str,
 )
 def test_what_is_no_interval_is_refused(given: Any, words: list[str]) -> None:
     with refuses(ConfigurationError, *words):
@@ -84,7 +83,6 @@ def test_what_is_no_interval_is_refused(given: Any, words: list[str]) -> None:
         ({"val_check_interval": "100 stpes"}, ["val_check_interval='100 stpes'", "'steps'"]),
         ({"stall_timeout": "10 mins"}, ["stall_timeout='10 mins'", "'min'"]),
     ],
-    ids=str,
 )
 def test_a_trainer_refuses_intervals_before_anything_starts(arguments: dict[str, Any], words: list[str]) -> None:
     with refuses(ConfigurationError, *words):
