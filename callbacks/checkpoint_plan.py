@@ -80,6 +80,10 @@ class SaveSchedule:
         """The tokens or samples between two saves; None for another rule."""
         if self.is_auto:
             train_time_interval = timedelta(seconds=_FIRST_SECONDS)
+        elif isinstance(every, str) and not any(map(str.isdigit, every)):
+            raise ConfigurationError(
+                f"ModelCheckpoint(every={every!r}): give 'auto', or a number and its unit, such as '1000 steps'."
+            )
         elif every is not None:
             found = Interval.parse(every, owner="ModelCheckpoint")
             if found.unit == "steps":

@@ -34,7 +34,7 @@ def num_devices(device_type: str) -> int:
 
 def has_own_memory(device: torch.device) -> bool:
     """Whether a device counts its memory apart from that of the host."""
-    return device.type != "cpu" and used_memory(device) is not None
+    return device.type == "cuda" or used_memory(device) is not None
 
 
 def used_memory(device: torch.device) -> int | None:
@@ -73,6 +73,9 @@ def restart_peak(device: torch.device) -> None:
 def _asked(device: torch.device, question: Callable[[torch.device], T]) -> T | None:
     if device.type == "cpu":
         return None
+    if device.type == "cuda":
+        # An error is CUDA's own.
+        return question(device)
     try:
         return question(device)
     except (RuntimeError, ValueError):
