@@ -12,6 +12,7 @@ from typing import Any
 import emulation_build
 import torch
 from torch import Tensor
+from torch.utils import backend_registration
 
 NAME = "other"
 
@@ -21,13 +22,13 @@ def enable() -> None:
     if torch._C._get_privateuse1_backend_name() == NAME:
         return
     file: Path = emulation_build.libraries((emulation_build.OTHER,))[emulation_build.OTHER]
-    torch.utils.rename_privateuse1_backend(NAME)
+    backend_registration.rename_privateuse1_backend(NAME)
     library = ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
     library.emulated_state_size.restype = ctypes.c_size_t
     library.emulated_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]
     library.emulated_get_state.argtypes = library.emulated_set_state.argtypes = [ctypes.c_int, ctypes.c_void_p]
     torch._register_device_module(NAME, Module(library))
-    torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[torch.quint8])
+    backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[torch.quint8])
 
 
 class Module:

@@ -117,7 +117,7 @@ class Weighted(Regressor):
         self.automatic_optimization = not manual
         self.validated_at: list[int] = []
 
-    def batch_weight(self, batch: Any) -> int:
+    def batch_weight(self, batch: Any) -> int | float | Tensor:
         return 3 * len(batch[0])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
