@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,7 +22,7 @@ from ..framework.checkpoint.save_request import SaveRequest
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError, is_count
 from ..framework.core.foreign_names import MEMBERS
-from ..framework.core.intervals import Due, Interval
+from ..framework.core.intervals import Due
 from ..framework.metrics.hparams_text import as_yaml
 from ..framework.metrics.logger import Logger
 from ..framework.metrics.monitor import doubtful_mode, given_mode, missing_metric
@@ -174,6 +174,7 @@ class ModelCheckpoint(Callback):
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
         self._schedule = SaveSchedule(every_n_train_steps, every_n_epochs, train_time_interval, every)
+        self.counted_intervals = () if self._schedule.units is None else (self._schedule.units,)
         self._due: Due | None = None
         """Whether a save by tokens or samples is due; None for another interval."""
         self._failures = (0, 0.0)
@@ -218,10 +219,6 @@ class ModelCheckpoint(Callback):
     def saves_into(self) -> tuple[Path, Callable[[str], bool]] | None:
         """The given directory, and a check for names of this callback; None for the run's own directory."""
         return None if self._given_dirpath is None else (Path(self._given_dirpath), self._names.gives)
-
-    @property
-    def counted_intervals(self) -> Sequence[Interval]:
-        return () if self._schedule.units is None else (self._schedule.units,)
 
     @property
     def needed_metrics(self) -> list[str]:

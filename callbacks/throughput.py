@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..framework.api.callback import Callback
@@ -45,14 +45,11 @@ class ThroughputMonitor(Callback):
         self.batch_size_fn = batch_size_fn
         self.length_fn = length_fn
         self._given = None if every is None else Interval.parse(every, owner="ThroughputMonitor", units=_UNITS)
+        self.counted_intervals = () if self._given is None else (self._given,)
         self._due: Due | None = None
         self._every = 1
         self._logged_step = -1
         self._interval: SpeedInterval | None = None
-
-    @property
-    def counted_intervals(self) -> Sequence[Interval]:
-        return () if self._given is None else (self._given,)
 
     def check(self, trainer: TrainerView, stage: str) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:

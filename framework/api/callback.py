@@ -35,6 +35,8 @@ class Callback(NamesArguments):
 
     monitors: bool = False
     runs_last: bool = False
+    counted_intervals: Sequence[Interval] = ()
+    """The intervals at which this callback acts, so that the run counts their tokens or samples."""
     _module: TrainModule | None = None
 
     def log_through(self, module: TrainModule | None) -> None:
@@ -66,11 +68,6 @@ class Callback(NamesArguments):
     @property
     def needed_metrics(self) -> Sequence[str]:
         """The names of the metrics that this callback reads, for a report of misspelled ones before training."""
-        return ()
-
-    @property
-    def counted_intervals(self) -> Sequence[Interval]:
-        """The intervals at which this callback acts, so that the run counts their tokens or samples."""
         return ()
 
     @property

@@ -14,7 +14,7 @@ from ranks import run_on_ranks
 from torch import Tensor
 
 from phalanx import Callback, Trainer
-from phalanx.callbacks import ModelCheckpoint, ThroughputMonitor, Timer
+from phalanx.callbacks import GradientNormMonitor, ModelCheckpoint, ThroughputMonitor, Timer
 from phalanx.errors import CheckpointError, ConfigurationError
 from phalanx.framework.core.intervals import Due, Interval, parse_duration
 from phalanx.loggers import CSVLogger
@@ -149,7 +149,7 @@ class Marks(Callback):
     monitors = True
 
     def __init__(self, interval: str) -> None:
-        self.counted_intervals = (Interval.parse(interval),)  # type: ignore[misc]
+        self.counted_intervals = (Interval.parse(interval),)
         self.steps: list[int] = []
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -305,7 +305,21 @@ def test_throughput_is_logged_at_its_own_interval(tmp_path: Path) -> None:
     trainer.fit(Weighted(), loader(38))
     rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
     steps, speeds = (rows[0].index(name) for name in ("step", "throughput/per_second"))
-    assert [int(row[steps]) for row in rows[1:] if row[speeds]] == due_steps(([12] * 9 + [6]) * 2, 30)[:4]
+    assert [int(row[steps]) + 1 for row in rows[1:] if row[speeds]] == due_steps(([12] * 9 + [6]) * 2, 30)[:4]
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [("4 steps", [4, 8, 12]), ("30 tokens", [4, 6, 9, 11]), (5, [5, 10])], ids=str
+)
+def test_gradient_norms_are_logged_at_their_own_interval(every: Any, expected: list[int], tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    monitor = GradientNormMonitor(every=every)
+    silent_trainer(max_steps=12, logger=logger, callbacks=monitor, default_root_dir=tmp_path).fit(
+        Weighted(), loader(48)
+    )
+    rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
+    steps, norms = (rows[0].index(name) for name in ("step", "grad_norm"))
+    assert [int(row[steps]) + 1 for row in rows[1:] if row[norms]] == expected
 
 
 def test_the_weights_do_not_depend_on_the_count() -> None:
