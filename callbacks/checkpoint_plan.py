@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from ..framework.core.errors import ConfigurationError, is_count
+from ..framework.core.intervals import Interval
 from ..framework.core.wording import counted
 from ..framework.report.values import span_text
 
@@ -46,7 +47,8 @@ class SaveSchedule:
     """A schedule with one rule; every epoch if no rule is given.
 
     Args:
-        every: ``"auto"`` for an interval of time that follows from the seconds of a save and the failures of the run.
+        every: an interval of any unit, or ``"auto"`` for an interval of time that follows from the seconds of a save
+            and the failures of the run.
 
     Raises:
         ConfigurationError: a number is negative, or more than one rule is given.
@@ -57,10 +59,8 @@ class SaveSchedule:
         every_n_train_steps: int | None,
         every_n_epochs: int | None,
         train_time_interval: timedelta | None,
-        every: str | None = None,
+        every: str | int | None = None,
     ) -> None:
-        if every not in (None, AUTO):
-            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give 'auto', or one of the other intervals.")
         for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
             if value is not None and not is_count(value, 0):
                 raise ConfigurationError(f"ModelCheckpoint({name}={value!r}): give a whole number, 0 for never.")
@@ -69,15 +69,31 @@ class SaveSchedule:
         given = (bool(every_n_train_steps), bool(every_n_epochs), train_time_interval is not None, every is not None)
         if sum(given) > 1:
             raise ConfigurationError(
-                "ModelCheckpoint: every_n_train_steps, every_n_epochs, train_time_interval and every='auto' exclude "
+                "ModelCheckpoint: every_n_train_steps, every_n_epochs, train_time_interval and every exclude "
                 "one another; give one of them, or use several ModelCheckpoints."
             )
         self.is_auto = every == AUTO
         self.has_changed = False
         """Whether the newest call of ``adapt`` chose another interval than the one before."""
         self._said = math.inf
+        self.units: Interval | None = None
+        """The tokens or samples between two saves; None for another rule."""
         if self.is_auto:
             train_time_interval = timedelta(seconds=_FIRST_SECONDS)
+        elif isinstance(every, str) and not any(map(str.isdigit, every)):
+            raise ConfigurationError(
+                f"ModelCheckpoint(every={every!r}): give 'auto', or a number and its unit, such as '1000 steps'."
+            )
+        elif every is not None:
+            found = Interval.parse(every, owner="ModelCheckpoint")
+            if found.unit == "steps":
+                every_n_train_steps = int(found.number)
+            elif found.unit == "epochs":
+                every_n_epochs = int(found.number)
+            elif found.unit == "seconds":
+                train_time_interval = timedelta(seconds=found.number)
+            else:
+                self.units, every_n_epochs = found, 0
         unruled = every_n_train_steps is None and every_n_epochs is None and train_time_interval is None
         self.steps = every_n_train_steps or 0
         self.epochs = 1 if unruled else every_n_epochs or 0
@@ -121,7 +137,7 @@ class SaveSchedule:
     @property
     def within_epochs(self) -> bool:
         """Whether a save may be due after any step."""
-        return bool(self.steps) or self.interval is not None
+        return bool(self.steps) or self.interval is not None or self.units is not None
 
     @property
     def identity(self) -> float | str | None:
@@ -133,7 +149,7 @@ class SaveSchedule:
     @property
     def saves(self) -> bool:
         """Whether a save may be due at all: no interval is 0 for never."""
-        return bool(self.steps or self.epochs) or self.interval is not None
+        return bool(self.steps or self.epochs) or self.interval is not None or self.units is not None
 
     def step_is_due(self, step: int) -> bool:
         """Whether to save after ``step`` optimizer steps."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..framework.api.callback import Callback
+from ..framework.core.accelerators import has_own_memory
 from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ class DeviceStatsMonitor(Callback):
     Names of the metrics: ``DeviceStatsMonitor.on_train_batch_start/<statistic>``, and ``on_train_batch_end``. The
     statistics are:
 
-    - on a GPU, those of ``torch.cuda.memory_stats``, in bytes or as counts. They are counted on the host, so that
-      reading them does not wait for the device;
+    - on an accelerator that counts its memory, those of ``torch.accelerator.memory_stats``, in bytes or as counts. They
+      are counted on the host, so that reading them does not wait for the device;
     - of the machine, with ``psutil``: ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``.
 
     Args:
@@ -36,7 +37,8 @@ class DeviceStatsMonitor(Callback):
         if cpu_stats not in (None, True, False):
             raise ConfigurationError(f"DeviceStatsMonitor(cpu_stats={cpu_stats!r}): give True, False or None.")
         self.cpu_stats = cpu_stats
-        self._reads_cpu = self._reads_cuda = False
+        self._reads_cpu = self._reads_device = False
+        self._device = torch.device("cpu")
         self._every = 1
         self._taken_step = -1
         self._taken: dict[str, float] = {}
@@ -52,7 +54,7 @@ class DeviceStatsMonitor(Callback):
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         device = trainer.world.device
         self._every, self._taken_step = trainer.log_every_n_steps, -1
-        self._reads_cuda = trainer.is_global_zero and device.type == "cuda"
+        self._device, self._reads_device = device, trainer.is_global_zero and has_own_memory(device)
         wanted = device.type == "cpu" if self.cpu_stats is None else self.cpu_stats
         if wanted and not _has_psutil():
             trainer.note("DeviceStatsMonitor logs nothing about the CPU, as psutil is not installed.")
@@ -76,8 +78,8 @@ class DeviceStatsMonitor(Callback):
 
     def _values(self, hook: str) -> dict[str, float]:
         stats: dict[str, float] = {}
-        if self._reads_cuda:
-            stats.update(torch.cuda.memory_stats())
+        if self._reads_device:
+            stats.update(torch.accelerator.memory_stats(self._device))
         if self._reads_cpu:
             stats.update(_cpu_stats())
         return {f"{type(self).__qualname__}.{hook}/{name}": float(value) for name, value in stats.items()}

@@ -22,6 +22,7 @@ from ..framework.checkpoint.save_request import SaveRequest
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError, is_count
 from ..framework.core.foreign_names import MEMBERS
+from ..framework.core.intervals import Due
 from ..framework.metrics.hparams_text import as_yaml
 from ..framework.metrics.logger import Logger
 from ..framework.metrics.monitor import doubtful_mode, given_mode, missing_metric
@@ -90,9 +91,11 @@ class ModelCheckpoint(Callback):
         save_on_exception: when the fit ends with an error, save the state after its last optimizer step as
             ``on_exception.ckpt`` in ``dirpath``; see ``OnExceptionCheckpoint``, which also lists what is not restored
             and when nothing is saved.
-        every: ``"auto"`` for an interval of time after which the least time is lost to saves and failures, by Young's
-            formula: from the seconds that training waits for a save, and the failures that the run has had. A line says
-            what was chosen.
+        every: the interval between saves in any unit: ``"1000 steps"``, ``"2 epochs"``, ``"1e9 tokens"``,
+            ``"5e6 samples"`` or ``"30 min"``. Tokens and samples are those of all ranks, and a save is due at the first
+            step that reaches the next multiple. ``"auto"`` for an interval of time after which the least time is lost
+            to saves and failures, by Young's formula: from the seconds that training waits for a save, and the failures
+            that the run has had. A line says what was chosen.
         keep_local: of checkpoints in a bucket, the number of newest ones whose tensors also stay on the local disk;
             None for all. The others are read from the bucket.
 
@@ -148,7 +151,7 @@ class ModelCheckpoint(Callback):
         keep_every_nth: int = 0,
         save_on_exception: bool = False,
         keep_local: int | None = None,
-        every: str | None = None,
+        every: str | int | None = None,
     ) -> None:
         if save_last not in (None, True, False, "link"):
             raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
@@ -171,6 +174,9 @@ class ModelCheckpoint(Callback):
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
         self._schedule = SaveSchedule(every_n_train_steps, every_n_epochs, train_time_interval, every)
+        self.counted_intervals = () if self._schedule.units is None else (self._schedule.units,)
+        self._due: Due | None = None
+        """Whether a save by tokens or samples is due; None for another interval."""
         self._failures = (0, 0.0)
         """How often the run has failed before, and in how many seconds, for ``every="auto"``; on rank 0."""
         self._template = self._as_template(filename or DEFAULT_NAME)
@@ -205,6 +211,8 @@ class ModelCheckpoint(Callback):
             "filename": self.filename,
             "dirpath": self._given_dirpath and os.path.basename(self._given_dirpath),
         }
+        if self._schedule.units is not None:
+            settings["every"] = str(self._schedule.units)
         return f"ModelCheckpoint({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
     @property
@@ -253,6 +261,8 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin(trainer.global_step)
+        units = self._schedule.units
+        self._due = None if units is None else Due(units, trainer, self.state_key)
         self._forget_missing(trainer)
         if self._schedule.is_auto and trainer.is_global_zero:
             self._failures = past_failures(trainer.checkpoint_dir.parent)
@@ -273,7 +283,8 @@ class ModelCheckpoint(Callback):
         # Within a window, or after a skipped update, there is no new state to save.
         if step != self._seen_step:
             self._seen_step = step
-            if self._schedule.step_is_due(step) or (self._schedule.interval is not None and self._its_time(trainer)):
+            is_due = self._schedule.step_is_due(step) or (self._due is not None and self._due.reached())
+            if is_due or (self._schedule.interval is not None and self._its_time(trainer)):
                 self._save_or_defer(trainer)
         if self.save_on_exception and not trainer.fast_dev_run:
             self._last_step.batch_ends(trainer)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, unknown
+from ..framework.core.intervals import parse_duration
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
@@ -24,8 +24,8 @@ class Timer(Callback):
     same step.
 
     Args:
-        duration: Time limit for training: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments. Default: no
-            limit.
+        duration: Time limit for training: ``"30 min"``, ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
+            Default: no limit.
         interval: Check the limit after each batch (``"step"``) or each epoch (``"epoch"``).
         verbose: Report the reason for stopping.
 
@@ -44,7 +44,10 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ConfigurationError(f"Timer(interval={interval!r}): give 'step' or 'epoch'.")
-        self._limit_seconds = None if duration is None else _seconds(duration)
+        limit = None if duration is None else parse_duration(duration, "duration", "Timer")
+        if limit is not None and limit < timedelta(0):
+            raise ConfigurationError(f"Timer(duration={duration!r}): give a time of 0 or more.")
+        self._limit_seconds = None if limit is None else limit.total_seconds()
         self._interval = interval
         self._verbose = verbose
         self._starts: dict[str, float] = {}
@@ -150,27 +153,3 @@ def _stage(stage: str) -> str:
     if stage not in _STAGES:
         raise unknown("Timer: stage", stage, _STAGES)
     return stage
-
-
-def _seconds(duration: str | timedelta | dict[str, float]) -> float:
-    """Return a duration in seconds.
-
-    Raises:
-        ConfigurationError: The duration has none of the three forms, or is negative.
-    """
-    if isinstance(duration, str):
-        match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
-        if match is None:
-            raise ConfigurationError(f"Timer(duration={duration!r}): write it as DD:HH:MM:SS, such as '00:12:00:00'.")
-        days, hours, minutes, seconds = map(int, match.groups())
-        duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    elif isinstance(duration, dict):
-        try:
-            duration = timedelta(**duration)
-        except TypeError as error:
-            raise ConfigurationError(f"Timer(duration={duration!r}): give timedelta's arguments ({error}).") from error
-    if not isinstance(duration, timedelta) or duration < timedelta(0):
-        raise ConfigurationError(
-            f"Timer(duration={duration!r}): give 'DD:HH:MM:SS', a timedelta, or a dict of its arguments; 0 or more."
-        )
-    return duration.total_seconds()

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from ..framework.core.accelerators import accelerator_type, num_devices
 from ..framework.core.errors import ConfigurationError
-from ..framework.distributed.devices import num_devices
 from ..framework.launch import launch_script
 from ..framework.launch.launch_context import NodeOptions
 from ..framework.launch.nodes import Nodes
@@ -42,7 +42,7 @@ def launch_ranks(
         )
     if num_ranks is None:
         query_devices_by_nvml()
-        num_ranks = max(1, num_devices())
+        num_ranks = max(1, num_devices(accelerator_type() or "cpu"))
     nodes = Nodes() if several is None else SeveralNodes(several, num_ranks)
     entry = Script([sys.executable], os.path.abspath(script), False, list(arguments))
     # Whether the script takes snapshots is not known here.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torchmetrics import MetricCollection
 
+    from ..core.intervals import Interval
     from .contracts import CallbackContract, SavedCheckpoints
     from .train_module import TrainModule
 
@@ -34,6 +35,8 @@ class Callback(NamesArguments):
 
     monitors: bool = False
     runs_last: bool = False
+    counted_intervals: Sequence[Interval] = ()
+    """The intervals at which this callback acts, so that the run counts their tokens or samples."""
     _module: TrainModule | None = None
 
     def log_through(self, module: TrainModule | None) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..checkpoint.save_request import SaveRequest
+    from ..core.intervals import Interval
     from ..core.optimizer_config import SchedulerConfig
     from ..core.progress import Progress
     from ..distributed.world import World
@@ -64,6 +65,7 @@ class CallbackContract(Protocol):
 
     monitors: bool
     runs_last: bool
+    counted_intervals: Sequence[Interval]
 
     @property
     def state_key(self) -> str: ...
@@ -89,7 +91,7 @@ class TrainerView(Protocol):
     @property
     def fast_dev_run(self) -> bool | int: ...
     @property
-    def val_check_interval(self) -> int | float | timedelta: ...
+    def val_check_interval(self) -> int | float | timedelta | Interval: ...
     @property
     def check_val_every_n_epoch(self) -> int | None: ...
     @property

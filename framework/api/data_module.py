@@ -13,6 +13,7 @@ from ..core.arguments import NoArguments, check_names, keywords_of
 from ..core.foreign_names import MEMBERS
 from ..core.hyperparameters import HyperparametersMixin
 from ..core.torch_internals import tree_map
+from ..distributed.devices import copies_in_order
 from .overriding import is_overridden
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class DataModule(HyperparametersMixin, NoArguments):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Return the batch on the device; override for batches that are not collections of tensors."""
-        return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf, batch)
+        non_blocking = copies_in_order(device)
+        return tree_map(lambda leaf: leaf.to(device, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf, batch)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch to pass to the step."""

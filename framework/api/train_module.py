@@ -680,8 +680,8 @@ class TrainModule(HyperparametersMixin, nn.Module):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether ``device`` is a CUDA device."""
-        return self.device.type == "cuda"
+        """Whether ``device`` is a CUDA device or another accelerator."""
+        return self.device.type not in ("cpu", "meta")
 
     @property
     def dtype(self) -> torch.dtype:

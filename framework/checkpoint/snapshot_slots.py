@@ -6,6 +6,8 @@ import math
 import time
 from pathlib import Path
 
+from ..core.intervals import Interval
+
 AUTO = "auto"
 COPIES = 3
 """Two snapshots, and the copy from which one of them is written."""
@@ -38,19 +40,24 @@ class SnapshotInterval:
     """The steps between two snapshots, given or found from their cost.
 
     Args:
-        every: the number of steps, or ``"auto"`` for at most 2 % of the time.
+        every: the number of steps; ``"auto"`` for at most 2 % of the time; or a time such as ``"5 min"``, from which
+            the steps follow that take it.
         step: the present step. The first snapshot is due one interval after it.
     """
 
     def __init__(self, every: int | str, step: int) -> None:
-        self.is_auto = every == AUTO
+        self.is_auto = isinstance(every, str)
+        """Whether the number of steps is found from what the last ones took."""
+        self._wanted_seconds = (
+            Interval.parse(every, units=("seconds",)).number if self.is_auto and every != AUTO else None
+        )
         self._steps = 1 if isinstance(every, str) else every
         self._last = step, time.perf_counter()
         self.due: float = step + self._steps
         """The step after which the next snapshot is due."""
 
     def found(self, step: int, began: float, cost: float) -> int:
-        """Return the steps in which the cost of the last snapshot is at most its share of the time.
+        """Return the steps that take the given time, or in which the cost of a snapshot is at most its share of it.
 
         Args:
             step: the present step.
@@ -59,7 +66,8 @@ class SnapshotInterval:
         """
         before, then = self._last
         seconds = (began - then) / max(1, step - before)
-        return min(max(1, math.ceil(cost / (_SHARE * seconds))), _GROWTH * self._steps)
+        wanted = cost / _SHARE if self._wanted_seconds is None else self._wanted_seconds
+        return min(max(1, math.ceil(wanted / seconds)), _GROWTH * self._steps)
 
     def begin(self, step: int, found: int | None) -> None:
         """Note the start of a snapshot; ``found``: the interval that all ranks use from now on, None for the same."""

@@ -196,7 +196,8 @@ class Staging:
             # In case the optimizer replaces it before the copy is done.
             tensor.record_stream(self._stream)
             return copy
-        return copy.copy_(tensor, non_blocking=True)
+        # The events of CUDA say when it has arrived; a copy of another device is waited for here.
+        return copy.copy_(tensor, non_blocking=tensor.is_cuda)
 
     def _begin_on_device(self) -> None:
         """Make copies on the separate stream follow the updates that are queued now."""

@@ -19,6 +19,7 @@ from ..api.callback import Callback
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
+from ..core.intervals import parse_duration
 from ..metrics.logger import Logger
 from ..trainer.trainer import Trainer
 from .class_paths import PLUGINS, load_plugins, plugins, translate
@@ -45,8 +46,7 @@ _MODE = "phalanx"
 _DESCRIPTION = "Create a model, its data and a Trainer from configuration files and arguments, and run a stage."
 _LIBRARIES = (__file__, str(Path(jsonargparse.__file__).parent))
 _Duration = timedelta | dict[str, float] | str
-_TIME = r"(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)"
-_FORMS = (re.compile(rf"(?:(?P<days>\d+) days?, )?{_TIME}"), re.compile(rf"(?P<days>\d+):{_TIME}"))
+_PRINTED = re.compile(r"(?:(?P<days>\d+) days?, )?(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)")
 # The types of a Trainer's arguments in a configuration, where its own signature accepts more.
 _TYPES: dict[str, Any] = {
     "callbacks": Sequence[Callback] | Callback | None,
@@ -297,15 +297,14 @@ def _dump(value: Any) -> str:
 
 
 def _duration_of(text: str) -> timedelta:
-    """Return the duration that a text describes: ``DD:HH:MM:SS``, as a Trainer takes it, or as Python prints one.
+    """Return the duration that a text describes, as a Trainer takes it, or as Python prints one.
 
     Raises:
         ValueError: the text is of neither form.
     """
-    for form in _FORMS:
-        if match := form.fullmatch(text):
-            return timedelta(**{unit: float(number) for unit, number in match.groupdict(default="0").items()})
-    raise ValueError(f"a duration must be of the form DD:HH:MM:SS, not {text!r}")
+    if match := _PRINTED.fullmatch(text):
+        return timedelta(**{unit: float(number) for unit, number in match.groupdict(default="0").items()})
+    return parse_duration(text, "duration")
 
 
 set_loader(_MODE, _load, exceptions=(yaml.YAMLError,))

@@ -30,6 +30,15 @@ class Progress:
     validated_at: int = -1
     """``global_batch`` of the last validation, so that a run resumed after it does not validate again."""
 
+    validated_step: int = 0
+    """``global_step`` of the last validation."""
+    validated_units: float = 0.0
+    """``units`` of the last validation."""
+    units: float | None = 0.0
+    """Tokens or samples of all ranks that were trained in the whole run; None in a run that does not count them."""
+    unit: str = ""
+    """What ``units`` counts, ``"tokens"`` or ``"samples"``."""
+
     published: int = 0
     """``global_step`` at which step values were last sent to the loggers."""
     judged_at: int = 0
@@ -61,7 +70,9 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load counters. Counters that an older checkpoint lacks keep their initial value."""
         # Earlier versions advanced the schedulers in the step itself.
-        self.judged_at = state.get("global_step", 0)
+        self.judged_at = self.validated_step = state.get("global_step", 0)
+        # They did not count them.
+        self.units = None if self.judged_at else 0.0
         for field in fields(self):
             key = _KEYS.get(field.name, field.name)
             if key in state:

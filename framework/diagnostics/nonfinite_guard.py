@@ -60,11 +60,12 @@ class Checks:
 
 def checks_of(policy: str, device_type: str, strategy_scales_losses: bool) -> Checks:
     """Return what is checked under a policy; see the table at the head of this file."""
-    on_cpu = device_type == "cpu"
+    # Where the losses of a step are not copied in the background, they are read at once.
+    at_once = device_type != "cuda"
     return Checks(
-        losses=policy != "ignore" and on_cpu,
+        losses=policy != "ignore" and at_once,
         copied_losses=policy == "raise" and device_type == "cuda",
-        gradients=not strategy_scales_losses and (policy == "skip" or (policy == "raise" and on_cpu)),
+        gradients=not strategy_scales_losses and (policy == "skip" or (policy == "raise" and at_once)),
     )
 
 

@@ -1,11 +1,12 @@
-"""The CUDA device of a rank: which one it is, and making it current without opening any other.
+"""The device of a rank: which one it is, and making it current without opening any other.
 
-Opening a device takes about half a gigabyte of its memory, and fails on a device in exclusive use. A thread starts with
-device 0 as its current one, so each thread that calls CUDA first makes the device of its rank current.
+Opening a CUDA device takes about half a gigabyte of its memory, and fails on a device in exclusive use. A thread starts
+with device 0 as its current one, so each thread that calls CUDA first makes the device of its rank current.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -13,20 +14,21 @@ from contextlib import contextmanager
 
 import torch
 
+from ..core.accelerators import num_devices
 from ..core.errors import ConfigurationError
 from ..system.environment import sets_threads, threads_for_ranks, usable_cores
 from ..system.launcher_env import Placement
 
 # The devices that the user listed for the ranks of a node, while a strategy connects.
 _listed: list[Sequence[int]] = []
+# The device of this process, if that is an accelerator other than CUDA.
+_taken: list[torch.device] = []
+_HOW_TO_SEE = {"cuda": ", or check CUDA_VISIBLE_DEVICES", "xpu": ", or check ZE_AFFINITY_MASK"}
 
 
-def num_devices() -> int:
-    """Return how many CUDA devices this process sees.
-
-    Where NVML answers, CUDA is not started, so that ranks can still be forked from this process.
-    """
-    return torch.cuda.device_count()
+def shown_type(device_type: str) -> str:
+    """Return the name of a type of devices in messages: "CUDA" for ``"cuda"``."""
+    return device_type.upper()
 
 
 def is_assigned_one_device(place: Placement, visible: int) -> bool:
@@ -51,27 +53,27 @@ def device_of(device_type: str, place: Placement, indices: Sequence[int] | None 
     """Return the device of a rank without opening it.
 
     Raises:
-        ConfigurationError: there are fewer CUDA devices than ranks on the node.
+        ConfigurationError: there are fewer devices than ranks on the node.
     """
-    if device_type != "cuda":
+    if device_type == "cpu":
         return torch.device(device_type)
     if indices is not None:
-        return torch.device("cuda", indices[place.local_rank])
-    visible = num_devices()
+        return torch.device(device_type, indices[place.local_rank])
+    visible = num_devices(device_type)
     index = 0 if is_assigned_one_device(place, visible) else place.local_rank
     if index >= visible:
         raise ConfigurationError(
-            f"Local rank {place.local_rank} has no CUDA device: this process sees {visible} for {place.local_size} "
-            "ranks on the node. Start fewer ranks, or check CUDA_VISIBLE_DEVICES."
+            f"Local rank {place.local_rank} has no {shown_type(device_type)} device: this process sees {visible} for "
+            f"{place.local_size} ranks on the node. Start fewer ranks{_HOW_TO_SEE.get(device_type, '')}."
         )
-    return torch.device("cuda", index)
+    return torch.device(device_type, index)
 
 
 def take_device(device_type: str, place: Placement) -> torch.device:
-    """Return the device of a rank, the current CUDA device from now on.
+    """Return the device of a rank, the current one from now on.
 
     Raises:
-        ConfigurationError: there are fewer CUDA devices than ranks on the node.
+        ConfigurationError: there are fewer devices than ranks on the node.
     """
     device = device_of(device_type, place, _listed[-1] if _listed else None)
     make_current(device)
@@ -79,16 +81,38 @@ def take_device(device_type: str, place: Placement) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a CUDA device the current one of this thread; do nothing for other devices."""
+    """Make a device the current one of this thread; do nothing for the CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif device.type not in ("cpu", "meta"):
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)
+        _taken[:] = [torch.device(device.type, torch.accelerator.current_device_index())]
+
+
+def taken_device() -> torch.device | None:
+    """Return the device that is in use, whose random numbers a run draws; None without one, or before it was taken."""
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return _taken[0] if _taken else None
 
 
 def empty_caches() -> None:
-    """Collect garbage, and release the memory that torch caches on CUDA devices in use."""
+    """Collect garbage, and release the memory that torch caches on devices in use."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    elif _taken:
+        with contextlib.suppress(RuntimeError):  # a backend without a caching allocator
+            torch.accelerator.empty_cache()
+
+
+def copies_in_order(device: torch.device) -> bool:
+    """Whether asynchronous copies to and from memory that is not pinned are safe: not on MPS.
+
+    CUDA copies such memory before the call returns, or in the order of its stream.
+    """
+    return device.type != "mps"
 
 
 def share_cores(place: Placement) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
 from ..core.position_rng import mix_seed, seed_generators
+from .devices import taken_device
 from .world import placement
 
 _MAX_SEED = 2**32 - 1
@@ -43,15 +44,15 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 def seed_rank(seed: int, device: torch.device) -> None:
     """Seed the generators of this rank: those of the CPU, and that of its device."""
     seed_generators(seed)
-    if device.type == "cuda":
+    if device.type != "cpu":
         # The device is the current one of this rank. All ranks share the seed that it had so far.
-        torch.cuda.manual_seed(seed)
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def capture() -> dict[str, Any]:
     """Return the state of every random generator of this process, as tensors and JSON values.
 
-    Covers Python, torch on the CPU, numpy if loaded, and this rank's device if CUDA is in use. Another rank, or a later
+    Covers Python, torch on the CPU, numpy if loaded, and this rank's device if one is in use. Another rank, or a later
     run with other devices, may have it under another index, so that no index is stored.
     """
     return Generators().state()
@@ -68,7 +69,8 @@ class Generators:
         self._torch = torch.get_rng_state()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
-        self._cuda = _own_device_state() if torch.cuda.is_initialized() else None
+        self._device = taken_device()
+        self._drawn = None if self._device is None else _device_state(self._device)
 
     def put_back(self) -> None:
         """Set the generators of this process to this state."""
@@ -76,13 +78,13 @@ class Generators:
         torch.set_rng_state(self._torch)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, torch.cuda.current_device())
+        if self._device is not None and self._drawn is not None:
+            _set_device_state(self._device, self._drawn)
 
     def digest(self) -> int:
         """Return a checksum of the states of torch's generators."""
         total = 0
-        for state in (self._torch, self._cuda):
+        for state in (self._torch, self._drawn):
             if state is not None:
                 words = state[: len(state) // 8 * 8].view(torch.int64)
                 # Odd factors, so that a change of one word changes the sum, which wraps around.
@@ -105,28 +107,43 @@ class Generators:
                 "has_gauss": int(legacy["has_gauss"]),
                 "gauss": float(legacy["gauss"]),
             }
-        if self._cuda is not None:
-            state["cuda"] = self._cuda
+        if self._device is not None and self._drawn is not None:
+            state[self._device.type] = self._drawn
         return state
 
 
-def _own_device_state() -> Tensor:
-    return torch.cuda.get_rng_state(torch.cuda.current_device())
+def _device_state(device: torch.device) -> Tensor | None:
+    """Return the state of a device's generator; None of a backend that does not give it."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_rng_state"):
+        return None
+    # There is one MPS device, and its functions take no index.
+    state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device.index)
+    return state
+
+
+def _set_device_state(device: torch.device, state: Tensor) -> None:
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device.index)
 
 
 def restore(state: dict[str, Any]) -> None:
     """Restore the generators to a state that ``capture`` returned.
 
-    The state of a CUDA device is restored on this rank's device, and skipped without one; generators that were not
-    captured are skipped as well.
+    The state of a device is restored on this rank's device of that type, and skipped without one; generators that were
+    not captured are skipped as well.
     """
     python = state["python"]
     random.setstate((int(python["version"]), tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"].cpu())
     if "numpy" in state:
         _restore_numpy(state["numpy"])
-    if "cuda" in state and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state["cuda"].cpu(), torch.cuda.current_device())
+    device = taken_device()
+    if device is not None and device.type in state:
+        _set_device_state(device, state[device.type].cpu())
 
 
 def _restore_numpy(saved: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from ..core.degrees import Layout
 from ..core.errors import ConfigurationError, LoopError, unknown
 from ..system.environment import environment_placement, own_records, variables_set
 from ..system.launcher_env import Placement
+from .backends import group_backend
 from .devices import share_cores, take_device
 from .groups_aside import is_rehearsed, refuse_aside
 from .node_board import share_board
@@ -181,8 +182,8 @@ class World:
 
         With ``grouped``, a single process creates torch's default group too, for libraries that need one.
 
-        ``backend`` is gloo on a CPU and "cpu:gloo,cuda:nccl" on CUDA; ``timeout_seconds`` limits its collectives; None
-        means torch's default of 30 minutes. A default group that exists already is used as it is.
+        ``backend`` is gloo on a CPU, and "cpu:gloo,cuda:nccl" on CUDA, for example; ``timeout_seconds`` limits its
+        collectives; None means torch's default of 30 minutes. A default group that exists already is used as it is.
 
         Raises:
             ConfigurationError: the launcher's variables contradict one another, or a rank has no device.
@@ -190,7 +191,7 @@ class World:
         place = placement(num_nodes)
         device = take_device(device_type, place)
         if (place.size > 1 or grouped) and not is_initialized():
-            backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+            backend = backend or group_backend(device_type)
             share_cores(place)
             meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
         if not is_rehearsed():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError, DataError
+from ..distributed.devices import copies_in_order
 from ..distributed.gather import leaves_of, map_leaves
 from ..distributed.user_collectives import reduce_tensors, values_of_present
 from ..distributed.world import World
@@ -55,7 +56,8 @@ def to_device(obj: Any, device: torch.device) -> Any:
 
     if isinstance(obj, torch.nn.Module):
         return obj.to(device)
-    return apply_to_collection(obj, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+    non_blocking = copies_in_order(device)
+    return apply_to_collection(obj, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
 def all_reduce(world: World, data: Any, op: str) -> Any:

@@ -95,7 +95,7 @@ class Fabric(RankProperties):
     """The verbs of training on one rank or many. Every rank must call those marked "Collective", in the same order.
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``, or the type of another backend.
         strategy: a name such as ``"ddp"``, or an object. ``"auto"`` is ``single`` for one rank and ``ddp`` for more.
         devices: ranks on each node: a number, a list of CUDA indices, or ``"auto"``.
         num_nodes: number of nodes.
@@ -572,7 +572,9 @@ class Fabric(RankProperties):
         """
         world = self.world
         sharing = Sharing(use_distributed_sampler, split_batches, dispatch_batches, even_batches)
-        move = BatchCopy(world.device) if move_to_device and world.device.type == "cuda" else None
+        move: Callable[[Any], Any] | None = None
+        if move_to_device and world.device.type != "cpu":
+            move = BatchCopy(world.device) if world.device.type == "cuda" else self.to_device
         seed = self._prepared.seed
         if seed is None:
             seed = self._prepared.take_seed(int(world.broadcast_object(torch.initial_seed())))
@@ -1046,7 +1048,8 @@ class Fabric(RankProperties):
 
         Args:
             values: plain values to restore, such as the number of the epoch and of the step.
-            every: the number of updates between two snapshots, or ``"auto"`` for at most 2 % of the time.
+            every: the number of updates between two snapshots, a text such as ``"100 steps"`` or ``"5 min"``, or
+                ``"auto"`` for at most 2 % of the time.
 
         Returns:
             Whether it took one.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import newest_good
 from ..checkpoint.snapshot_slots import AUTO, Slots, SnapshotInterval
-from ..core.errors import ConfigurationError, StorageError
+from ..core.errors import ConfigurationError, StorageError, is_count
+from ..core.intervals import Interval
 from ..core.wording import a_type
 from ..distributed.collective_errors import on_rank_zero
 from ..launch import open_memory
@@ -57,9 +58,9 @@ class Snapshots:
         began, step = time.perf_counter(), self._prepared.updates
         if self._interval is None or every != self._every:
             _check_values("snapshot", values)
-            _check_interval(every)
+            steps = _checked_interval(every)
             self._open()
-            self._interval, self._every = SnapshotInterval(every, self._last_step), every
+            self._interval, self._every = SnapshotInterval(steps, self._last_step), every
         self._mark()
         # A snapshot within a window of micro-batches would lose the gradients that are accumulated.
         is_after_update, self._last_step = step > self._last_step, step
@@ -123,6 +124,11 @@ def _check_values(method: str, values: object) -> None:
         )
 
 
-def _check_interval(every: object) -> None:
-    if every != AUTO and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+def _checked_interval(every: object) -> int | str:
+    """Return the number of updates between two snapshots, ``"auto"``, or the text of a time."""
+    if every == AUTO:
+        return AUTO
+    if not isinstance(every, str) and not is_count(every, 1):
         raise ConfigurationError(f"snapshot(every={every!r}) must be a number of updates from 1 on, or 'auto'.")
+    found = Interval.parse(every, owner="snapshot", units=("steps", "seconds"))
+    return int(found.number) if found.unit == "steps" else str(every)

@@ -260,7 +260,7 @@ class AutomaticStep(TrainingStep):
                 self.run.update_learning_rates("step")
         elif not has_loss:
             self.losses.count_missing(self.epoch_skipped)
-        self.advance(consumed)
+        self.advance_trained(consumed)
         if self.progress.global_step == step:
             self.after_no_update()
 

@@ -29,7 +29,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.errors import DataError
+from ..core.errors import CheckpointError, DataError
+from ..core.intervals import COUNTED
 from ..data.accumulation_window import MicroBatches, Windows
 from ..metrics.no_log import NoLog
 from ..resume.ended_fit import EndedFit
@@ -43,6 +44,7 @@ from .fit_plan import FitPlan, estimate_steps
 from .fit_validation import FitValidation
 from .manual_step import ManualStep
 from .sequence_check import check_parts
+from .unit_count import window_units
 from .verified_step import VerifiedStep
 
 _REDUCED = NoLog(
@@ -80,6 +82,7 @@ class FitLoop:
         step: AutomaticStep | ManualStep,
         transfer: Callable[[Any, int], Any] | None,
         verify_every: int | None = None,
+        has_samples: bool = False,
     ) -> None:
         """Train with this step.
 
@@ -87,16 +90,39 @@ class FitLoop:
             step: the step.
             transfer: moves validation batches to the device.
             verify_every: the number of optimizer steps of which one is verified; None for no verification.
+            has_samples: whether micro-batches are weighed by their samples.
+
+        Raises:
+            CheckpointError: a limit or an interval needs a count that the checkpoint of the fit does not have.
         """
         self.step = self._window_step = step
         if verify_every is not None:
             assert isinstance(step, AutomaticStep)
             self._window_step = verified = VerifiedStep(step, verify_every)
             self.run.saver.before_save = verified.compare_ranks
+        self._count_units(step, has_samples)
         # The report records which batches each optimizer step has consumed.
         step.after_no_update = self.windows.notify_observers
         if self.plan.validation is not None:
             self.plan.validation.transfer = transfer
+
+    def _count_units(self, step: AutomaticStep | ManualStep, has_samples: bool) -> None:
+        """Count the tokens or samples of each step, if it is free, or if a limit or an interval needs them."""
+        progress, unit = self.run.progress, self.run.meter.unit
+        intervals = [each for callback in self.run.callbacks for each in callback.counted_intervals]
+        for each in intervals:
+            each.check_unit(unit, f"the interval {str(each)!r} of a callback")
+        is_needed = self.plan.counted or any(each.unit in COUNTED for each in intervals)
+        units = window_units(step, has_samples, is_needed)
+        if units is None or (progress.unit not in ("", unit) and progress.global_batch):
+            progress.units = None
+        if is_needed and progress.units is None:
+            raise CheckpointError(
+                f"this fit counts {unit} for a limit or an interval, and the checkpoint that it resumes from has no "
+                "count of them: give the limits and intervals in steps, epochs or time."
+            )
+        progress.unit = "" if progress.units is None else unit
+        step.window_units = None if progress.units is None else units
 
     def reload_data(self, every: int, training: Callable[[], None], validation: Callable[[], None]) -> None:
         """Call ``training`` at the start of every ``every``-th epoch, and ``validation`` before the next validation."""
@@ -212,6 +238,7 @@ class FitLoop:
         one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self.validation.in_epochs
         clock, end_step, publish = time.perf_counter, run.meter.end_step, run.metrics.publish_step
         plateaus, is_first, snapshots = run.has_step_plateaus, True, self.snapshots
+        limited = self.plan.max_units is not None
         # The end of each step records the next position.
         run.heartbeat.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         while progress.global_step < self._step_limit:
@@ -251,6 +278,8 @@ class FitLoop:
                 snapshots.take()
             if progress.epoch_cut:
                 return True
+            if limited and self._has_units():
+                break
             if run.stop_requested and self._may_stop():
                 leave_if_preempted(run)
                 break
@@ -342,9 +371,15 @@ class FitLoop:
         # A checkpoint cannot hold the state of a loader that has been read further than the last step.
         return self._may_stop() and not (self.run.preempted_by is not None and self.windows.source.keeps_state)
 
+    def _has_units(self) -> bool:
+        limit = self.plan.max_units
+        return limit is not None and limit.count(self.run.progress) >= limit.number
+
     def _finished(self) -> bool:
         plan, progress = self.plan, self.run.progress
         if progress.epochs_done >= plan.epoch_limit or progress.global_step >= plan.step_limit:
+            return True
+        if self._has_units():
             return True
         if self.windows.full == 0:
             # Only with limit_train_batches=0: a loader without batches has raised an error before.

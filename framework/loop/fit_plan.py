@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..core.accumulation import AccumulationSchedule
+from ..core.intervals import COUNTED, Interval
 
 if TYPE_CHECKING:
     from .evaluation_loop import EvaluationPlan
@@ -26,6 +27,10 @@ class FitPlan:
     validate_every_batches: int | None = None
     validate_at_epoch_end: bool = True
     validate_every_seconds: float | None = None
+    validate_every: Interval | None = None
+    """Steps, tokens or samples between two validations, counted over epochs."""
+    max_units: Interval | None = None
+    """The tokens or samples after which the fit ends; None without a limit."""
     sanity_batches: int | None = 0
     """Batches of the sanity check of the validation loop before training; None for all."""
 
@@ -38,6 +43,12 @@ class FitPlan:
     def step_limit(self) -> int | float:
         """The number of optimizer steps after which the fit ends; infinite without a limit."""
         return math.inf if self.max_steps < 0 else self.max_steps
+
+    @property
+    def counted(self) -> bool:
+        """Whether the end or the validations depend on the trained tokens or samples."""
+        every = self.validate_every
+        return self.max_units is not None or (every is not None and every.unit in COUNTED)
 
 
 def estimate_steps(

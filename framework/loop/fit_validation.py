@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from ..core.intervals import Interval
 from ..distributed.control import Signal
 from ..metrics.no_log import NoLog
 from ..resume.preempted_save import exchange_signals
@@ -24,7 +26,17 @@ class FitValidation:
     def __init__(self, run: Run, plan: FitPlan, clock: Callable[[], float]) -> None:
         self.run = run
         self.plan = plan
-        self.in_epochs = plan.validate_every_batches is not None or plan.validate_every_seconds is not None
+        self.in_epochs = True
+        """Whether a validation may be due within an epoch."""
+        self._is_due: Callable[[], bool]
+        if plan.validate_every_batches is not None:
+            self._is_due = partial(self._batches_are_due, plan.validate_every_batches)
+        elif plan.validate_every is not None:
+            self._is_due = partial(self._count_is_due, plan.validate_every)
+        elif plan.validate_every_seconds is not None:
+            self._is_due = partial(self._time_is_up, plan.validate_every_seconds)
+        else:
+            self.in_epochs = False
         self._clock = clock
         self._last_time = clock()
         self.reload: Callable[[], None] | None = None
@@ -59,33 +71,39 @@ class FitValidation:
 
     def run_if_due(self) -> None:
         """Validate within an epoch, if a validation is due after the newest window. Collective then."""
-        progress, plan = self.run.progress, self.plan
-        every = plan.validate_every_batches
+        progress = self.run.progress
         # A preempted run saves and ends without validating, as the grace period may be short. The resumed run
         # validates.
         if self.run.preempted_by is not None:
             return
-        if plan.validation is None or progress.validated_at == progress.global_batch:
+        if self.plan.validation is None or progress.validated_at == progress.global_batch:
             return
-        if every is not None:
-            across = plan.check_val_every_n_epoch is None
-            count = progress.global_batch if across else progress.batch_in_epoch
-            # Counted from the last validation instead of by the remainder: a window of several batches may step over
-            # the exact batch.
-            validated = max(0, count - (progress.global_batch - progress.validated_at))
-            if count // every > validated // every and (across or self._epoch_validates()):
-                self.validate()
-        elif plan.validate_every_seconds is not None:
-            self._run_by_clock(plan.validate_every_seconds)
+        if self._is_due():
+            self.validate()
 
-    def _run_by_clock(self, seconds: float) -> None:
+    def _batches_are_due(self, every: int) -> bool:
+        progress, across = self.run.progress, self.plan.check_val_every_n_epoch is None
+        count = progress.global_batch if across else progress.batch_in_epoch
+        # Counted from the last validation instead of by the remainder: a window of several batches may step over the
+        # exact batch.
+        validated = max(0, count - (progress.global_batch - progress.validated_at))
+        return count // every > validated // every and (across or self._epoch_validates())
+
+    def _count_is_due(self, every: Interval) -> bool:
+        # Not ``Due``: a checkpoint that a hook saves before the validation of its step has it still due.
+        progress = self.run.progress
+        validated = progress.validated_step if every.unit == "steps" else progress.validated_units
+        return every.count(progress) // every.number > validated // every.number
+
+    def _time_is_up(self, seconds: float) -> bool:
         # Rank 0's clock decides for all ranks: clocks differ, and validation is collective.
         run = self.run
         if Signal.VALIDATE in run.triggers.fired:
             self._last_time = self._clock()
-            self.validate()
-        elif run.world.is_global_zero and self._clock() - self._last_time >= seconds:
+            return True
+        if run.world.is_global_zero and self._clock() - self._last_time >= seconds:
             run.triggers.set(Signal.VALIDATE)
+        return False
 
     def validate(self) -> None:
         """Validate now. Collective."""
@@ -101,7 +119,9 @@ class FitValidation:
 
         def validated() -> None:
             run.repeated.end()
-            run.progress.validated_at = run.progress.global_batch
+            progress = run.progress
+            progress.validated_at, progress.validated_step = progress.global_batch, progress.global_step
+            progress.validated_units = progress.units or 0.0
 
         # A checkpoint saved during a validation has the validation still due: a resumed run repeats all of it.
         with run.repeated.entered():

@@ -264,7 +264,7 @@ class ManualStep(TrainingStep):
         self.in_step, self.is_counted = False, self.stepped
         if self.stepped:
             self.progress.global_step += 1
-        self.advance(consumed)
+        self.advance_trained(consumed)
         if self.stepped and self.averages is not None:
             self.averages.after_step(self.progress.global_step - 1)
         # An update in a hook is noted, too.

@@ -61,6 +61,8 @@ class TrainingStep:
         # For the first windows in which this rank has data; then the step is routed again, without it.
         self.flop_count = run.meter.flop_count
         self.counted_windows = 1
+        self.window_units: Callable[[], float] | None = None
+        """Returns the tokens or samples of a window over all ranks; None where they are not counted."""
         self.pace = run.triggers.pace
         self.pace.forward_counts = not self.strategy.traits.forward_has_collectives
 
@@ -80,6 +82,13 @@ class TrainingStep:
     def user_step(self) -> StepFunction:
         """Return the user's step."""
         return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
+
+    def advance_trained(self, consumed: int) -> None:
+        """Count a window that was trained: its tokens or samples, where they are counted, and its batches."""
+        if self.window_units is not None:
+            # The counter of a run that counts them is a number.
+            self.progress.units += self.window_units()  # type: ignore[operator]
+        self.advance(consumed)
 
     def advance(self, consumed: int) -> None:
         """Count the batches of a window, whose update has been counted, and record the next position."""

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..core import accelerators
+
 # Above the memory of any machine. cgroup v1 reports a number of this size where there is no limit.
 _NO_LIMIT = 1 << 60
 # Host memory that the libraries of strategies take at their first use: 50 to 180 MB were measured.
@@ -56,12 +58,10 @@ def available_memory(
     """
     host = max(0, host_memory(sharing) + held - _LIBRARIES)
     disk = disk_free(nvme_path) // sharing if nvme_path is not None else 0
-    if device.type != "cuda":
+    # On a CPU, and on a device that shares its memory, they are the same.
+    if (free := accelerators.available_memory(device)) is None:
         return Memory(host, host, disk)
-    free, _ = torch.cuda.mem_get_info(device)
-    # Memory that torch's allocator has reserved and not given to a tensor.
-    spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Memory(max(0, free + spare - gpu_libraries(sharing)), host, disk, device_is_host=False)
+    return Memory(max(0, free - gpu_libraries(sharing)), host, disk, device_is_host=False)
 
 
 def gpu_libraries(sharing: int) -> int:

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..api.train_module import TrainModule
+from ..core.accelerators import has_own_memory, restart_peak
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import RandomStream
@@ -209,25 +210,25 @@ def measure_with_data(
 ) -> Activations:
     """Run a micro-batch on a copy of the module on ``device``; return what its forward pass saved.
 
-    On CUDA this is the peak of allocated memory in either pass, without parameters and gradients. It also contains the
-    temporary buffers of kernels, which can be larger than the saved tensors. ``prepare`` changes how the copy keeps
-    tensors, and calls its second argument with those that autograd does not save.
+    On a device that counts its memory this is the peak of allocated memory in either pass, without parameters and
+    gradients. It also contains the temporary buffers of kernels, which can be larger than the saved tensors.
+    ``prepare`` changes how the copy keeps tensors, and calls its second argument with those that autograd does not
+    save.
     """
     built = copied(module, lambda tensor: tensor.to(device, copy=True))
     with device:
         built.configure_model()
     built.to(device).train()
     precision.convert_module(built)
-    if device.type != "cuda":
+    if not has_own_memory(device):
         return _watched(built, batch, precision, device, prepare)[0]
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    restart_peak(device)
+    before = torch.accelerator.memory_allocated(device)
     seen, loss = _watched(built, batch, precision, device, prepare)
-    forward = torch.cuda.max_memory_allocated(device) - before
+    forward = torch.accelerator.max_memory_allocated(device) - before
     loss.backward()
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in built.parameters() if p.grad is not None)
-    backward = torch.cuda.max_memory_allocated(device) - before - gradients
+    backward = torch.accelerator.max_memory_allocated(device) - before - gradients
     return Activations(max(0, forward - seen.casts, backward - seen.casts), seen.casts)
 
 
@@ -266,9 +267,9 @@ def _watched(
         prepare(module, record)
     with ExitStack() as stack:
         stack.enter_context(RandomStream(0).entered())
-        if device.type == "cuda":
+        if device.type != "cpu":
             # By default it opens every device of the machine.
-            stack.enter_context(torch.random.fork_rng([device]))
+            stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor))
         context = precision.forward_context(device.type)

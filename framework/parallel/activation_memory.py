@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..core.errors import ConfigurationError, did_you_mean, unknown
 from ..core.torch_internals import TorchDispatchMode, storage_key, tree_leaves
+from ..distributed.devices import copies_in_order
 from .blocks import ReplacedForward, repeated_blocks, replace_method
 from .compilation import is_compiled
 from .parameter_names import canonical_names
@@ -183,7 +184,7 @@ def offloaded(part: nn.Module, forward: Forward) -> Forward:
                 return tensor.device, tensor
             # A copy on a CPU too: autograd does not notice that a tensor of such a hook is changed in place.
             host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            return tensor.device, host.copy_(tensor, non_blocking=True)
+            return tensor.device, host.copy_(tensor, non_blocking=copies_in_order(tensor.device))
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _fetched):
             return forward(*args, **kwargs)
@@ -193,7 +194,7 @@ def offloaded(part: nn.Module, forward: Forward) -> Forward:
 
 def _fetched(packed: tuple[torch.device, Tensor]) -> Tensor:
     device, tensor = packed
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=copies_in_order(device))
 
 
 def _contexts(record: Record | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..core.accelerators import accelerator_type, num_devices
 from ..core.degrees import Degrees, Layout, resolve_degrees
 from ..core.errors import ConfigurationError, UnknownNameError, is_count, unknown
 from ..core.precision import Precision, resolve_precision
 from ..core.registry import STRATEGIES
-from ..distributed.devices import is_assigned_one_device, listed_devices, num_devices
+from ..distributed.backends import check_backend, has_backend
+from ..distributed.devices import is_assigned_one_device, listed_devices, shown_type
 from ..distributed.rendezvous import is_initialized
 from ..distributed.world import World, placement
 from ..system.environment import query_devices_by_nvml, usable_cores
@@ -19,9 +21,17 @@ from .strategy import Strategy
 # For the user's own queries, before ranks are forked from a notebook.
 query_devices_by_nvml()
 
-_ACCELERATORS = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
+_ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "xpu", "mps")
+"""The names that are listed. Those of other backends are known once torch has loaded them."""
+_LOADED_BY_BACKENDS = ("hpu", "npu", "mlu", "mtia", "maia", "musa")
+_MAKER = {
+    "gpu": "one",
+    "cuda": "CUDA or ROCm",
+    "xpu": "Intel GPUs",
+    "mps": "Apple silicon",
+}
 # Devices that other frameworks support. Some of their names are close to 'gpu'.
-_NO_DEVICES = ("tpu", "hpu", "ipu", "npu", "xpu", "xla", "mps", "mlu")
+_NO_DEVICES = ("tpu", "ipu", "xla")
 
 
 @dataclass
@@ -145,7 +155,7 @@ def resolve_resources(
         UnknownNameError: accelerator, strategy or precision is not known.
         ConfigurationError: a number does not fit the machine, the launcher or the strategy.
     """
-    device_type, degrees = device_type_of(accelerator), resolve_degrees(parallel)
+    device_type, degrees = device_type_of(accelerator, devices), resolve_degrees(parallel)
     resolved_precision = resolve_precision(precision)
     if not is_count(num_nodes, 1):
         raise ConfigurationError(f"num_nodes={num_nodes!r} must be a whole number of at least 1.")
@@ -165,6 +175,7 @@ def resolve_resources(
             "with torchrun --nnodes, or under SLURM with srun."
         )
     resolved_strategy = _strategy(strategy, count * num_nodes, degrees)
+    check_backend(device_type, count * num_nodes)
     resolved_strategy.check(count * num_nodes, device_type, num_nodes, resolved_precision)
     return Resources(
         device_type,
@@ -189,47 +200,62 @@ def _leaves_ranks(requested: int, place: Placement) -> bool:
     return requested == 1 < place.size and (place.launcher == "phalanx" or is_initialized())
 
 
-def device_type_of(accelerator: str) -> str:
-    if not isinstance(accelerator, str) or accelerator not in _ACCELERATORS:
-        if str(accelerator).lower() in _NO_DEVICES:
-            raise UnknownNameError(
-                f"accelerator={accelerator!r} is not known: phalanx trains on CPUs and CUDA devices, those of "
-                f"ROCm included; use one of {', '.join(_ACCELERATORS)}."
-            )
-        raise unknown("accelerator", str(accelerator), _ACCELERATORS)
-    device_type = _ACCELERATORS[accelerator]
-    if device_type == "auto":
-        return "cuda" if num_devices() else "cpu"
-    if device_type == "cuda" and not num_devices():
+def device_type_of(accelerator: str, devices: int | str | list[int] = "auto") -> str:
+    """Return the type of the devices of an accelerator: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"`` or another.
+
+    With ``"auto"`` it is the CPU where several ranks are requested, and torch has no collectives for the accelerator.
+
+    Raises:
+        UnknownNameError: the accelerator is not known.
+        ConfigurationError: torch sees no such device.
+    """
+    if accelerator == "cpu":
+        return "cpu"
+    found = accelerator_type()
+    if accelerator == "auto":
+        several = isinstance(devices, int) and devices > 1
+        return "cpu" if found is None or (several and not has_backend(found)) else found
+    if accelerator == found or (accelerator == "gpu" and found is not None):
+        return found
+    if accelerator in _ACCELERATORS or accelerator in _LOADED_BY_BACKENDS:
+        what = "accelerator" if accelerator == "gpu" else f"{shown_type(accelerator)} device"
+        build = " its backend" if accelerator in _LOADED_BY_BACKENDS else f" a build of torch for {_MAKER[accelerator]}"
+        other = "" if found is None else f"{found!r} or "
         raise ConfigurationError(
-            f"accelerator={accelerator!r} but torch sees no CUDA device: use 'cpu', or install a CUDA build of torch."
+            f"accelerator={accelerator!r} but torch sees no {what}: use {other}'cpu', or install{build}."
         )
-    return device_type
+    if str(accelerator).lower() in _NO_DEVICES:
+        raise UnknownNameError(
+            f"accelerator={accelerator!r} is not known: phalanx trains on CPUs and on devices of torch.accelerator; "
+            f"use one of {', '.join(_ACCELERATORS)}."
+        )
+    raise unknown("accelerator", str(accelerator), _ACCELERATORS)
 
 
 def _devices(devices: int | str | list[int], device_type: str, place: Placement) -> tuple[int, list[int] | None]:
     """Return the number of ranks on each node, and the CUDA indices of their devices if they were listed."""
-    available = num_devices() if device_type == "cuda" else 0
+    available = num_devices(device_type)
     if devices in ("auto", "-1", -1):
         # A launcher determines the number of ranks, regardless of the devices of the machine.
         launched = place.launcher is not None or place.size > 1
-        return place.local_size if launched else max(available, 1), None
+        several = available > 1 and has_backend(device_type)
+        return place.local_size if launched else available if several else 1, None
     if isinstance(devices, list):
         _check_indices(devices, device_type, available)
         return len(devices), devices
     count = int(devices) if isinstance(devices, str) and devices.strip().isdigit() else devices
     if isinstance(count, str) or not is_count(count, 1):
         raise ConfigurationError(
-            f"devices={devices!r} must be 'auto', a number of at least 1, or a list of CUDA indices."
+            f"devices={devices!r} must be 'auto', a number of at least 1, or a list of the indices of devices."
         )
-    if device_type == "cuda" and count > available and not is_assigned_one_device(place, available):
-        raise ConfigurationError(f"devices={count} but torch sees {available} CUDA device(s).")
+    if device_type != "cpu" and count > available and not is_assigned_one_device(place, available):
+        raise ConfigurationError(f"devices={count} but torch sees {available} {shown_type(device_type)} device(s).")
     return count, None
 
 
 def _check_indices(indices: list[int], device_type: str, available: int) -> None:
-    if device_type != "cuda":
-        raise ConfigurationError(f"devices={indices!r} lists CUDA devices, but the accelerator is {device_type!r}.")
+    if device_type == "cpu":
+        raise ConfigurationError(f"devices={indices!r} lists devices, but the accelerator is {device_type!r}.")
     if not indices or len(set(indices)) != len(indices) or not all(0 <= index < available for index in indices):
         raise ConfigurationError(f"devices={indices!r} must list different indices from 0 to {available - 1}.")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.accelerators import peak_memory
 from ..metrics.log_arguments import batch_items
 from ..system.processes import peak_resident_bytes
 from .device_peaks import device_peak_flops
@@ -190,11 +191,9 @@ class Meter:
         )
 
     def peak_memory(self) -> int:
-        """Return the largest number of bytes that this rank has used: of its CUDA device, else of the process."""
-        if self._world.device.type == "cuda":
-            # Counted on the host.
-            return torch.cuda.max_memory_allocated(self._world.device)
-        return peak_resident_bytes()
+        """Return the largest number of bytes that this rank has used: of its device, else of the process."""
+        peak = peak_memory(self._world.device)
+        return peak_resident_bytes() if peak is None else peak
 
 
 class Interval:

@@ -48,7 +48,7 @@ class Throughput:
     mfu: float | None
     """Model FLOPs utilization: ``flops_per_second`` over the peak of all devices."""
     peak_memory_bytes: int | None
-    """The most memory that this rank has used so far: on its CUDA device, else of its process."""
+    """The most memory that this rank has used so far: on its device, else of its process."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all numbers as JSON values."""

@@ -26,6 +26,7 @@ from ..checkpoint.safetensors_export import section_tensors, validated_average
 from ..checkpoint.safetensors_io import code_of
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..core.hyperparameters import AttributeDict
+from ..distributed.devices import make_current
 from ..distributed.seed import capture, restore
 from ..parallel.parameter_names import canonical_table, renamed, state_tensors
 from ..parallel.supplied import SuppliedValues
@@ -141,6 +142,8 @@ def kept_generators(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         # The state captured below must exist: CUDA is initialized on first use.
         torch.cuda.init()
+    else:
+        make_current(device)
     state = capture()
     try:
         yield

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..core.accelerators import num_devices
 from .environment import hiding_secrets, starting_command, usable_cores
 from .redaction import without_secret_options
 
@@ -72,12 +73,15 @@ def machine_facts(device_type: str) -> dict[str, Any]:
         "system": platform.platform(terse=True),
         "cores": usable_cores(),
         "memory_bytes": _memory_bytes(),
-        "devices": [_device(index) for index in range(torch.cuda.device_count())] if device_type == "cuda" else [],
+        "devices": [_device(device_type, index) for index in range(num_devices(device_type))],
     }
 
 
-def _device(index: int) -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(index)
+def _device(device_type: str, index: int) -> dict[str, Any]:
+    properties = getattr(torch.get_device_module(device_type), "get_device_properties", None)
+    if properties is None:
+        return {"name": device_type, "memory_bytes": None}
+    found = properties(index)
     return {"name": found.name, "memory_bytes": found.total_memory}
 
 

@@ -372,7 +372,7 @@ def _attach_step(
     if not settings.barebones and visible:
         run.meter.flop_count = FlopCount()
     step = build_step(run, loop.windows, settings, train_transfer)
-    loop.use_step(step, transfer, settings.given.verify_every)
+    loop.use_step(step, transfer, settings.verify_every, has_samples=settings.global_batch is not None)
 
 
 def _distribute(run: Run, pretrained: LoadPlan | None, training: bool, routed: Routed) -> None:

@@ -10,20 +10,22 @@ from torch import nn
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
+from ..core.intervals import Interval
 from ..core.wording import a_type
 from ..loop.recovering_step import check_strategy
 from ..parallel.resources import Resources
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_checks import check_algorithm, check_placed
-from ..run.overrides import is_overridden, with_arity
+from ..run.overrides import is_overridden, unit_of, with_arity
 from ..system.environment import num_ranks_may_change
 from .data_sources import check_given
 from .hook_names import check_data_module_names, check_module_names
 from .script_ranks import finds_by_restarts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from ..api.callback import Callback
     from .resolved_settings import Settings
 
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
@@ -43,7 +45,7 @@ def check_fit(
     """
     check_module(module, "fit")
     check_manual(module, settings)
-    if settings.given.verify_every is not None and not module.automatic_optimization:
+    if settings.verify_every is not None and not module.automatic_optimization:
         raise ConfigurationError(
             "verify_every computes a step again before its update, and with automatic_optimization = False "
             "training_step makes the updates: leave verify_every out."
@@ -73,6 +75,21 @@ def check_fit(
     )
     if is_overridden("validation_step", module):
         check_given("validate", given, module, datamodule, resources.data_size, shard, required=False)
+
+
+def check_units(module: Any, settings: Settings, callbacks: Sequence[Callback]) -> None:
+    """Check that a run of the module counts the tokens or samples in which its limits and intervals are given.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    unit = unit_of(module)
+    for name, each in (("duration", settings.max_units), ("val_check_interval", settings.val_check_interval)):
+        if isinstance(each, Interval):
+            each.check_unit(unit, f"{name}={str(each)!r}")
+    for callback in callbacks:
+        for each in callback.counted_intervals:
+            each.check_unit(unit, f"the interval {str(each)!r} of {type(callback).__name__}")
 
 
 def check_plan(

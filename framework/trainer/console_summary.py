@@ -109,6 +109,8 @@ def _length(plan: FitPlan, windows: Windows) -> str:
         limits.append(counted(plan.max_epochs, "epoch"))
     if plan.max_steps >= 0:
         limits.append(counted(plan.max_steps, "step"))
+    if plan.max_units is not None:
+        limits.append(str(plan.max_units))
     return f"{' or '.join(limits) or 'no limit'}, {epoch}"
 
 

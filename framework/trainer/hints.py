@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..core.accelerators import used_memory
 from ..core.errors import CheckpointError, ConfigurationError, add_hint
 from ..core.package_paths import OWN_FOLDERS
 from ..core.size_text import size_text
@@ -105,8 +106,7 @@ def _memory_hint(run: Run) -> str:
         by_kind[kind] += size
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in by_kind.most_common())
     lines = [f"Memory on rank {run.world.rank}: {kinds}."]
-    if run.device_type == "cuda":
-        used = torch.cuda.memory_allocated(run.world.device)
+    if (used := used_memory(run.world.device)) is not None:
         rest = max(0, used - sum(by_kind.values()))
         lines[0] = f"{lines[0][:-1]}, others such as activations {size_text(rest)}; {size_text(used)} in use."
     largest = sorted(named, key=lambda each: -each[2])[:_MOST_SHOWN]

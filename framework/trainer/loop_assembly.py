@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.snapshot_slots import AUTO, COPIES
 from ..core.data_spans import from_json
 from ..core.errors import CheckpointError, ConfigurationError
+from ..core.intervals import Interval
 from ..data.accumulation_window import GlobalWindows, RepeatableWindows, Windows
 from ..launch.rescue import keep_target
 from ..loop import ManualStep
@@ -158,6 +159,7 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
         validation=validation,
         check_val_every_n_epoch=settings.check_val_every_n_epoch,
         sanity_batches=None if sanity == -1 else sanity,
+        max_units=settings.max_units,
     )
     interval = settings.val_check_interval
     if validation is None:
@@ -165,6 +167,8 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
     if isinstance(interval, timedelta):
         plan.validate_every_seconds = interval.total_seconds()
         plan.validate_at_epoch_end = False
+    elif isinstance(interval, Interval):
+        plan.validate_every, plan.validate_at_epoch_end = interval, False
     elif isinstance(interval, int):
         if settings.check_val_every_n_epoch is not None and batches is not None and interval > batches:
             raise ConfigurationError(

@@ -12,7 +12,7 @@ from ..core.errors import ConfigurationError
 from ..core.position_rng import RandomStream
 from ..core.torch_internals import tree_leaves
 from ..data.combined_source import prepare_training
-from ..distributed.devices import device_of
+from ..distributed.devices import device_of, empty_caches
 from ..distributed.world import World
 from ..memory.formulas import ModelSize, Ranks
 from ..memory.measure import (
@@ -111,9 +111,8 @@ def _activations(session: Session, request: StageRequest, batch: Any, size: Mode
         given = batch if transfer is None else transfer(batch, 0)
         return measure_with_data(module, given, device, precision, prepare)
     finally:
-        if device.type == "cuda":
-            # torch would keep what the copy took, out of reach of other processes.
-            torch.cuda.empty_cache()
+        # torch would keep what the copy took, out of reach of other processes.
+        empty_caches()
 
 
 def rank_device(resources: Resources) -> torch.device:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
 from ..core.global_batch import GlobalBatch, resolve_global_batch
+from ..core.intervals import Interval
 from ..parallel.activation_memory import ActivationMemory, activation_memory
 from ..parallel.optimizer_step import check_clipping
 from ..profiling.profiler import Profiler
@@ -25,6 +26,8 @@ _LIMITS = {
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
 }
+_NUMBERS = ("max_epochs", "max_steps", "log_every_n_steps", "snapshots", "verify_every")
+"""The arguments that are numbers, or texts with their unit."""
 _DEFAULT_EPOCHS = 1000
 NEVER = 1 << 62
 """A count that no run reaches, so that "never" needs no extra branch in the loop."""
@@ -40,13 +43,16 @@ class Settings:
     max_steps: int
     min_steps: int | None
     max_time: timedelta | None
+    max_units: Interval | None
+    """The tokens or samples to train; None for no limit."""
     limits: dict[str, Limit]
     """For ``"train"``, ``"validate"``, ``"test"``, ``"predict"``: a fraction as float, a number of batches as int."""
     overfit_batches: Limit
-    val_check_interval: Limit | timedelta
+    val_check_interval: Limit | timedelta | Interval
     check_val_every_n_epoch: int | None
     num_sanity_val_steps: int
     log_every_n_steps: int
+    verify_every: int | None
     accumulation: AccumulationSchedule
     global_batch: GlobalBatch | None
     clipping: tuple[float | None, str]
@@ -127,24 +133,27 @@ def resolve_settings(given: TrainerSettings) -> Settings:
         else each.metadata["rule"](each.name, getattr(given, each.name))
         for each in fields(given)
     }
-    _check_combinations(given)
-    max_epochs, max_steps = value["max_epochs"], -1 if given.max_steps is None else given.max_steps
-    if max_epochs is None and max_steps == -1 and value["max_time"] is None:
-        max_epochs = _DEFAULT_EPOCHS
+    # Texts of numbers are these numbers from here on.
+    given = replace(given, **{name: value[name] for name in _NUMBERS})
+    _check_combinations(given, value["val_check_interval"])
+    limits = _limits(given, value["max_time"], value["duration"])
+    check_interval, check_epochs = _validation(value["val_check_interval"], given.check_val_every_n_epoch)
     sanity, log_every = given.num_sanity_val_steps, given.log_every_n_steps
     settings = Settings(
         given=given,
-        max_epochs=max_epochs,
+        max_epochs=limits.epochs,
         min_epochs=given.min_epochs,
-        max_steps=max_steps,
+        max_steps=limits.steps,
         min_steps=given.min_steps,
-        max_time=value["max_time"],
+        max_time=limits.time,
+        max_units=limits.units,
         limits={stage: value[name] for stage, name in _LIMITS.items()},
         overfit_batches=value["overfit_batches"],
-        val_check_interval=value["val_check_interval"],
-        check_val_every_n_epoch=given.check_val_every_n_epoch,
+        val_check_interval=check_interval,
+        check_val_every_n_epoch=check_epochs,
         num_sanity_val_steps=0 if given.barebones else 2 if sanity is None else sanity,
-        log_every_n_steps=(0 if given.barebones else 50 if log_every is None else log_every) or NEVER,
+        log_every_n_steps=(0 if given.barebones else 50 if log_every is None else int(log_every)) or NEVER,
+        verify_every=value["verify_every"],
         accumulation=resolve_accumulation(given.accumulate_grad_batches),
         global_batch=resolve_global_batch(given.global_batch_size, given.micro_batch_size),
         clipping=check_clipping(given.gradient_clip_val, given.gradient_clip_algorithm),
@@ -168,15 +177,69 @@ def resolve_settings(given: TrainerSettings) -> Settings:
 def _limit_to_dev_run(settings: Settings, batches: int) -> None:
     """Reduce a run to a number of batches of each loop, which overrides other limits."""
     settings.limits = dict.fromkeys(settings.limits, batches)
-    settings.max_epochs, settings.max_steps, settings.max_time = 1, batches, None
+    settings.max_epochs, settings.max_steps, settings.max_time, settings.max_units = 1, batches, None, None
     settings.min_epochs = settings.min_steps = None
     settings.num_sanity_val_steps, settings.overfit_batches = 0, 0
     settings.val_check_interval, settings.check_val_every_n_epoch, settings.log_every_n_steps = 1.0, 1, 1
 
 
-def _check_combinations(given: TrainerSettings) -> None:
+class _Limits(NamedTuple):
+    """The limits of a fit."""
+
+    epochs: int | None
+    steps: int
+    time: timedelta | None
+    units: Interval | None
+
+
+def _limits(given: TrainerSettings, max_time: timedelta | None, duration: Interval | None) -> _Limits:
+    """Return the limits of a fit, that of ``duration`` included."""
+    epochs, steps = _number(given.max_epochs), _number(given.max_steps)
+    steps, units = -1 if steps is None else steps, None
+    if duration is None:
+        if epochs is None and steps == -1 and max_time is None:
+            epochs = _DEFAULT_EPOCHS
+        return _Limits(epochs, steps, max_time, None)
+    same = {
+        "epochs": ("max_epochs", epochs), "steps": ("max_steps", None if steps == -1 else steps),
+        "seconds": ("max_time", max_time),
+    }.get(duration.unit)  # fmt: skip
+    if same is not None and same[1] is not None:
+        raise ConfigurationError(
+            f"duration={str(duration)!r} and {same[0]}={same[1]} limit the same number: leave one of them out."
+        )
+    if duration.unit == "epochs":
+        epochs = int(duration.number)
+    elif duration.unit == "steps":
+        steps = int(duration.number)
+    elif duration.unit == "seconds":
+        max_time = timedelta(seconds=duration.number)
+    else:
+        units = duration
+    return _Limits(epochs, steps, max_time, units)
+
+
+def _number(value: int | str | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _validation(
+    interval: Limit | timedelta | Interval, every: int | None
+) -> tuple[Limit | timedelta | Interval, int | None]:
+    """Return the intervals of validations within epochs, and in epochs."""
+    if not isinstance(interval, Interval):
+        return interval, every
+    if every not in (1, None):
+        raise ConfigurationError(
+            f"val_check_interval={str(interval)!r} counts over epochs, and check_val_every_n_epoch={every} counts them "
+            "too: leave one of them out."
+        )
+    return (1.0, int(interval.number)) if interval.unit == "epochs" else (interval, every)
+
+
+def _check_combinations(given: TrainerSettings, check_interval: Limit | timedelta | Interval) -> None:
     """Refuse arguments that contradict one another."""
-    if given.check_val_every_n_epoch is None and isinstance(given.val_check_interval, float | None):
+    if given.check_val_every_n_epoch is None and isinstance(check_interval, float):
         raise ConfigurationError(
             f"check_val_every_n_epoch=None with val_check_interval={given.val_check_interval}: without epochs there is "
             "no fraction of one; give val_check_interval as a number of batches or as a time."
@@ -186,8 +249,8 @@ def _check_combinations(given: TrainerSettings) -> None:
             f"global_batch_size={given.global_batch_size} sets how many micro-batches an optimizer step has, and so "
             f"does accumulate_grad_batches={given.accumulate_grad_batches}: leave one of them out."
         )
-    _check_order("min_epochs", given.min_epochs, "max_epochs", given.max_epochs)
-    _check_order("min_steps", given.min_steps, "max_steps", given.max_steps)
+    _check_order("min_epochs", given.min_epochs, "max_epochs", _number(given.max_epochs))
+    _check_order("min_steps", given.min_steps, "max_steps", _number(given.max_steps))
     if given.barebones:
         _refuse_both("barebones", True, "it disables all features that cost time",
                      fast_dev_run=given.fast_dev_run or None, detect_anomaly=given.detect_anomaly or None,

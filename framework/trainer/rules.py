@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigurationError, is_count, unknown
+from ..core.intervals import Interval, parse_duration
 from ..profiling.advanced_profiler import AdvancedProfiler
 from ..profiling.profiler import PassThroughProfiler, Profiler
 from ..profiling.simple_profiler import SimpleProfiler
@@ -18,6 +20,7 @@ from ..storage.cached_url import local_place
 Limit = int | float
 Rule = Callable[[str, Any], Any]
 """Takes the name and the value of an argument; returns the value to use, or raises ``ConfigurationError``."""
+_FRACTION = re.compile(r"\s*(0?\.[0-9]+|1(?:\.0+)?)\s*epochs?\s*")
 _PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
@@ -48,11 +51,14 @@ def one_of(*names: str, optional: bool = False) -> Rule:
     return rule
 
 
-def every_steps(name: str, value: Any) -> Any:
-    """Rule of intervals in optimizer steps: a number, ``"auto"``, False for never, None for the default."""
+def snapshot_interval(name: str, value: Any) -> Any:
+    """Rule of ``snapshots``: steps, a time, ``"auto"``, False for never, None for the default."""
     if value is None or value is False or value == "auto" or is_count(value, 1):
         return value
-    raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, of at least 1, 'auto' or False.")
+    if not isinstance(value, str):
+        raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, of at least 1, 'auto' or False.")
+    found = Interval.parse(value, name, units=("steps", "seconds"))
+    return found.number if found.unit == "steps" else value
 
 
 def flag(name: str, value: Any) -> Any:
@@ -75,10 +81,15 @@ def batch_limit(name: str, value: Any) -> Limit:
     return value
 
 
-def interval(name: str, value: Any) -> Limit | timedelta:
-    """Rule of ``val_check_interval``: batches, a fraction of an epoch, or a time."""
-    if isinstance(value, (str, dict, timedelta)):
-        return duration(name, value)
+def interval(name: str, value: Any) -> Limit | timedelta | Interval:
+    """Rule of ``val_check_interval``: batches, a fraction of an epoch, a time, or a text of ``Interval``."""
+    if isinstance(value, str) and (fraction := _FRACTION.fullmatch(value)) is not None:
+        return interval(name, float(fraction[1]))
+    if isinstance(value, str):
+        found = Interval.parse(value, name)
+        return timedelta(seconds=found.number) if found.unit == "seconds" else found
+    if isinstance(value, (dict, timedelta)):
+        return duration_above_zero(name, value)
     limit = batch_limit(name, value)
     if not limit:
         raise ConfigurationError(
@@ -87,28 +98,31 @@ def interval(name: str, value: Any) -> Limit | timedelta:
     return limit
 
 
-def duration(name: str, value: Any) -> timedelta:
-    """Rule of times: ``"DD:HH:MM:SS"``, a dict of ``timedelta`` arguments, or a ``timedelta``."""
-    rule = "must be a timedelta, a dict such as {'hours': 2}, or a string 'DD:HH:MM:SS'"
-    try:
-        if isinstance(value, str):
-            days, hours, minutes, seconds = (int(part) for part in value.split(":"))
-            found = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-        elif isinstance(value, dict):
-            found = timedelta(**value)
-        else:
-            found = value
-        positive = found > timedelta(0)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"{name}={value!r} {rule}.") from None
-    if not positive:
+def optional_interval(name: str, value: Any) -> Interval | None:
+    """Rule of limits in any unit, that may be None."""
+    return None if value is None else Interval.parse(value, name)
+
+
+def counted_in(unit: str, rule: Rule) -> Rule:
+    """Return a rule of numbers that also takes a text with their unit, such as ``"1000 steps"``."""
+
+    def text_or_number(name: str, value: Any) -> Any:
+        return rule(name, Interval.parse(value, name, units=(unit,)).number if isinstance(value, str) else value)
+
+    return text_or_number
+
+
+def duration_above_zero(name: str, value: Any) -> timedelta:
+    """Rule of times: ``"30 min"``, ``"DD:HH:MM:SS"``, a dict of ``timedelta`` arguments, or a ``timedelta``."""
+    found = parse_duration(value, name)
+    if found <= timedelta(0):
         raise ConfigurationError(f"{name}={value!r} must be longer than zero.")
     return found
 
 
 def optional_duration(name: str, value: Any) -> timedelta | None:
     """Rule of times that may be None."""
-    return None if value is None else duration(name, value)
+    return None if value is None else duration_above_zero(name, value)
 
 
 def dev_run(name: str, value: Any) -> int:

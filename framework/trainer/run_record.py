@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from ..core.accelerators import peak_memory, used_memory
 from ..report.recorder import RunRecorder
 from ..run.run import rates_of
 from ..system.environment import attempt
@@ -69,7 +68,6 @@ class _View:
         self._heartbeat = session.heartbeat
         self._world = loop.run.world
         self._meter = loop.run.meter
-        self._on_cuda = loop.run.device_type == "cuda"
         steps, batches = loop.estimated_steps(), loop.windows.full
         self._known = {
             "stage": "fit",
@@ -95,9 +93,9 @@ class _View:
     def _memory(self) -> dict[str, Any]:
         """Return the bytes in use and at their peak: of the device, or without one of this process."""
         peak = peak_resident_bytes()
-        if not self._on_cuda:
-            return {"used": resident_bytes() or peak, "host_peak_bytes": peak, "device_peak_bytes": None}
         device = self._world.device
         # The allocator's own counters: nothing waits for the device.
-        used, device_peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        used, device_peak = used_memory(device), peak_memory(device)
+        if used is None:
+            return {"used": resident_bytes() or peak, "host_peak_bytes": peak, "device_peak_bytes": None}
         return {"used": used, "host_peak_bytes": peak, "device_peak_bytes": device_peak}

@@ -26,17 +26,19 @@ from .rules import (
     Rule,
     at_least,
     batch_limit,
+    counted_in,
     deterministic,
     dev_run,
     directory,
-    duration,
-    every_steps,
+    duration_above_zero,
     flag,
     interval,
     one_of,
     optional_duration,
+    optional_interval,
     positive_number,
     resolve_profiler,
+    snapshot_interval,
     unsupported,
 )
 
@@ -59,7 +61,11 @@ def _setting(default: Any, documentation: str, rule: Rule | None = None) -> Any:
 class TrainerSettings:
     """The arguments of ``Trainer`` as the user gave them."""
 
-    accelerator: str = _setting("auto", '``"auto"``, ``"cpu"``, ``"gpu"`` or ``"cuda"``.')
+    accelerator: str = _setting(
+        "auto",
+        '``"cpu"``, ``"cuda"`` (ROCm too), ``"xpu"``, ``"mps"``, or the type of another backend of torch; ``"gpu"``: '
+        'the accelerator that torch sees; ``"auto"``: that one, else the CPU.',
+    )
     strategy: str | Strategy = _setting(
         "auto",
         'how work is distributed over ranks, a name or a ``Strategy``. ``"auto"`` chooses when a fit starts: on one '
@@ -74,7 +80,7 @@ class TrainerSettings:
         "takes the ranks that the others leave. A strategy refuses axes that it does not have.",
     )
     devices: int | str | list[int] = _setting(
-        "auto", 'ranks on each node: a number, a list of CUDA indices, or ``"auto"``.'
+        "auto", 'ranks on each node: a number, a list of the indices of devices, or ``"auto"``.'
     )
     num_nodes: int = _setting(1, "nodes; more than one needs a launcher such as torchrun.")
     precision: str | int | Precision | None = _setting(
@@ -100,12 +106,27 @@ class TrainerSettings:
     fast_dev_run: bool | int = _setting(
         False, "run this many batches of each loop, without loggers and checkpoints, to try everything.", dev_run
     )
-    max_epochs: int | None = _setting(None, "epochs to train; -1 means no limit. Without any limit 1000.", at_least(-1))
+    duration: Any = _setting(
+        None,
+        'how long to train, in any unit: ``"2 epochs"``, ``"1000 steps"``, ``"1e9 tokens"``, ``"5e6 samples"`` or '
+        '``"30 min"``. Tokens and samples are those of all ranks, counted by ``batch_weight``; training ends after the '
+        "step that reaches them. The first limit that is reached ends the fit.",
+        optional_interval,
+    )
+    max_epochs: int | str | None = _setting(
+        None,
+        "epochs to train; -1 means no limit. Without any limit 1000.",
+        counted_in("epochs", at_least(-1)),
+    )
     min_epochs: int | None = _setting(None, "epochs to train before a stop takes effect.", at_least(0))
-    max_steps: int | None = _setting(-1, "optimizer steps to train; -1 means no limit.", at_least(-1))
+    max_steps: int | str | None = _setting(
+        -1, "optimizer steps to train; -1 means no limit.", counted_in("steps", at_least(-1))
+    )
     min_steps: int | None = _setting(None, "optimizer steps before a stop takes effect.", at_least(0))
     max_time: Any = _setting(
-        None, 'time to train: a ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``.', optional_duration
+        None,
+        'time to train: ``"30 min"``, a ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``.',
+        optional_duration,
     )
     limit_train_batches: Limit | None = _setting(
         None, "training batches of an epoch: a number (int) or a fraction (float).", batch_limit
@@ -122,7 +143,10 @@ class TrainerSettings:
         batch_limit,
     )
     val_check_interval: Any = _setting(
-        None, "validate within an epoch: a fraction of it, a number of batches, or a time.", interval
+        None,
+        "validate within an epoch: a fraction of it, a number of batches, or a time; or a text such as "
+        '``"1000 steps"``, ``"2 epochs"``, ``"1e6 tokens"`` or ``"30 min"``, counted over epochs.',
+        interval,
     )
     check_val_every_n_epoch: int | None = _setting(
         1, "validate in every n-th epoch; None counts ``val_check_interval`` over epochs.", at_least(1)
@@ -130,8 +154,10 @@ class TrainerSettings:
     num_sanity_val_steps: int | None = _setting(
         None, "validation batches to try before training (default 2); -1 for all.", at_least(-1)
     )
-    log_every_n_steps: int | None = _setting(
-        None, "optimizer steps between sending values to the loggers (default 50); 0 for never.", at_least(0)
+    log_every_n_steps: int | str | None = _setting(
+        None,
+        "optimizer steps between sending values to the loggers (default 50); 0 for never.",
+        counted_in("steps", at_least(0)),
     )
     enable_checkpointing: bool | None = _setting(None, "whether to save checkpoints by default.", flag)
     enable_progress_bar: bool | None = _setting(None, "whether to show a progress bar.", flag)
@@ -229,7 +255,9 @@ class TrainerSettings:
         True, "put a SLURM job back into the queue after SIGUSR1 or SIGUSR2, as ``sbatch --signal`` sends them.", flag
     )
     time_limit_margin: Any = _setting(
-        timedelta(minutes=2), "how long before the end of a SLURM job to save and end with exit code 75.", duration
+        timedelta(minutes=2),
+        "how long before the end of a SLURM job to save and end with exit code 75.",
+        duration_above_zero,
     )
     max_restarts: int = _setting(
         0,
@@ -240,21 +268,22 @@ class TrainerSettings:
     )
     snapshots: int | str | bool | None = _setting(
         None,
-        "after how many optimizer steps the state is copied into memory that outlives the ranks. Restarted ranks "
-        'continue from it, and if a run fails it is saved as ``rescued.ckpt``. ``"auto"``: as often as takes at most 2 '
-        'percent of the time; None: ``"auto"`` with ``max_restarts``; False: never.',
-        every_steps,
+        'after how many optimizer steps, or which time such as ``"5 min"``, the state is copied into memory that '
+        "outlives the ranks. Restarted ranks continue from it, and if a run fails it is saved as ``rescued.ckpt``. "
+        '``"auto"``: as often as takes at most 2 percent of the time; None: ``"auto"`` with ``max_restarts``; False: '
+        "never.",
+        snapshot_interval,
     )
-    verify_every: int | None = _setting(
+    verify_every: int | str | None = _setting(
         None,
         "after how many optimizer steps one is computed twice and compared bit for bit, as are weights that several "
         "ranks hold. A step with a wrong number is repeated and its rank named; a run whose weights are wrong ends "
         "with exit code 77.",
-        at_least(1),
+        counted_in("steps", at_least(1)),
     )
     stall_timeout: StallTimeout = _setting(
         None,
-        "after how many seconds (or which ``timedelta``) without progress a run ends with exit code 76, with the "
-        "stacks of all ranks; also a dict by section. None learns the limits, False sets none.",
+        'after how many seconds (or which time, ``"10 min"`` or a ``timedelta``) without progress a run ends with exit '
+        "code 76, with the stacks of all ranks; also a dict by section. None learns the limits, False sets none.",
         lambda name, value: resolve_stall_timeout(value),
     )

@@ -53,7 +53,7 @@ from . import (
     start_of_search,
     write_pretrained,
 )
-from .checks import check_evaluation, check_fit, check_plan, split_datamodule
+from .checks import check_evaluation, check_fit, check_plan, check_units, split_datamodule
 from .plan_target import PlanTarget
 from .plugins import resolve_callbacks, resolve_loggers
 from .resolved_settings import Setting, Settings, resolve_settings
@@ -232,6 +232,7 @@ class Trainer(RankProperties):
             hyperparameters_to_log(model, datamodule)
         for callback in self.callbacks:
             callback.check(self, "fit")
+        check_units(model, self.settings, self.callbacks)
         request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compilation=compilation)
         request.start_from(pretrained)
         start_stage(self._session, "fit", request)

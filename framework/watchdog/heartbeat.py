@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigurationError, unknown
+from ..core.intervals import parse_duration
 
 SECTIONS = ("outside", "set-up", "epoch", "step", "evaluation", "save", "teardown")
 OUTSIDE, _STEP = SECTIONS.index("outside"), SECTIONS.index("step")
-StallTimeout = float | timedelta | Mapping[str, float | timedelta | None] | None
+StallTimeout = float | str | timedelta | Mapping[str, float | str | timedelta | None] | None
 LEARNED = 0.0
 """Value for a section's limit that is learned from the silences of this run."""
 
@@ -58,7 +59,8 @@ def resolve_stall_timeout(given: Any) -> tuple[float, ...]:
     """Return the limit of each of ``SECTIONS`` in seconds: ``LEARNED`` to learn it, infinite for no limit.
 
     Args:
-        given: None (learn all), seconds or a timedelta for all sections, a mapping by section, or False for no limits.
+        given: None (learn all), seconds, a timedelta or a text such as ``"10 min"`` for all sections, a mapping by
+            section, or False for no limits.
 
     Raises:
         ConfigurationError: ``given`` is something else, is not positive, or names an unknown section.
@@ -77,6 +79,8 @@ def _seconds(given: Any) -> float:
         return LEARNED
     if given is False:
         return math.inf
+    if isinstance(given, str):
+        given = parse_duration(given, "stall_timeout")
     seconds = given.total_seconds() if isinstance(given, timedelta) else given
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ConfigurationError(

@@ -74,11 +74,11 @@ def test_memory_of_a_gpu_is_read_at_the_steps_that_are_logged(
 ) -> None:
     reads, rows = list[int](), list[dict[str, float]]()
 
-    def memory_stats() -> dict[str, int]:
+    def memory_stats(device: Any) -> dict[str, int]:
         reads.append(1)
         return {"a.current": 5}
 
-    monkeypatch.setattr(torch.cuda, "memory_stats", memory_stats)
+    monkeypatch.setattr(torch.accelerator, "memory_stats", memory_stats)
     monitor = DeviceStatsMonitor(cpu_stats)
     trainer = SimpleNamespace(
         world=SimpleNamespace(device=torch.device("cuda")),

@@ -3,6 +3,7 @@
 // reads such memory too early reads old values, as it may on a GPU.
 #include "emulated.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
@@ -67,12 +68,29 @@ struct Block {
   DeviceIndex device;
 };
 
-struct DeviceAllocator final : c10::Allocator {
+struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(std::size_t num_bytes) override {
     touch(current);
     take_memory(current, num_bytes);
     auto* block = new Block{aligned(num_bytes), num_bytes, current};
-    return {block->start, block, &release, Device(c10::kCUDA, current)};
+    return {block->start, block, &release, Device(kType, current)};
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto* each : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
+      auto& all = (*each)[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+      all.current = static_cast<int64_t>(allocated[device].load());
+      all.peak = static_cast<int64_t>(peak[device].load());
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex device) override { peak[device] = allocated[device].load(); }
+  std::pair<std::size_t, std::size_t> getMemoryInfo(DeviceIndex device) override {
+    return {total_bytes - allocated[device], total_bytes};
   }
   static void release(void* context) {
     auto* block = static_cast<Block*>(context);
@@ -104,6 +122,7 @@ struct PinnedAllocator final : c10::Allocator {
 };
 
 DeviceAllocator the_device_allocator;
+REGISTER_ALLOCATOR(kType, &the_device_allocator)
 PinnedAllocator the_pinned_allocator;
 
 // ---- streams and events ----
@@ -165,11 +184,11 @@ Clock clock_of(const StreamKey& stream) {
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return c10::kCUDA; }
+  c10::DeviceType type() const override { return kType; }
   DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(device_count()); }
-  Device getDevice() const override { return Device(c10::kCUDA, current); }
+  Device getDevice() const override { return Device(kType, current); }
   Device exchangeDevice(Device device) const override {
-    Device before(c10::kCUDA, current);
+    Device before(kType, current);
     if (device.has_index() && device.index() != current) {
       touch(device.index());
       current = device.index();
@@ -251,7 +270,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     event.is_complete = true;
   }
 };
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+C10_REGISTER_GUARD_IMPL(EMULATED_KEY, Guard)
 
 }  // namespace
 
@@ -312,7 +331,7 @@ void take_memory(DeviceIndex device, std::size_t num_bytes) {
 void give_memory(DeviceIndex device, std::size_t num_bytes) { allocated[device] -= num_bytes; }
 
 Stream current_stream(DeviceIndex device) {
-  return Stream(Stream::UNSAFE, Device(c10::kCUDA, device), stream_ids[device]);
+  return Stream(Stream::UNSAFE, Device(kType, device), stream_ids[device]);
 }
 
 void defer(Stream stream, std::function<void()> work) {
@@ -352,7 +371,7 @@ void emulated_set_device(int device) {
   current = static_cast<DeviceIndex>(device);
 }
 int emulated_exchange_device(int device) {
-  Device before = Guard().exchangeDevice(Device(c10::kCUDA, static_cast<DeviceIndex>(device)));
+  Device before = Guard().exchangeDevice(Device(kType, static_cast<DeviceIndex>(device)));
   return before.index();
 }
 int emulated_restore_device(int device) {
@@ -365,7 +384,7 @@ void emulated_set_stream(int device, long stream) {
   current = static_cast<DeviceIndex>(device);
   stream_ids[device] = stream;
 }
-long emulated_new_stream() { return Guard().getNewStream(Device(c10::kCUDA, current), 0).id(); }
+long emulated_new_stream() { return Guard().getNewStream(Device(kType, current), 0).id(); }
 std::size_t emulated_total() { return total_bytes; }
 void emulated_set_total(std::size_t num_bytes) { total_bytes = num_bytes; }
 std::size_t emulated_allocated(int device) { return allocated[device]; }

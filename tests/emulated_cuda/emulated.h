@@ -1,8 +1,10 @@
-// Devices of type "cuda" whose memory is the host's: what the source files of the emulation share.
+// Devices of type "cuda" whose memory is the host's: what the source files of the emulation share. With
+// EMULATED_OTHER they are of the type that torch keeps for the backends of others, PrivateUse1.
 #pragma once
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/DispatchKey.h>
 #include <c10/core/Stream.h>
 
 #include <cstddef>
@@ -11,6 +13,15 @@
 namespace emulated {
 
 using c10::DeviceIndex;
+
+#ifdef EMULATED_OTHER
+#define EMULATED_KEY PrivateUse1
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+#else
+#define EMULATED_KEY CUDA
+constexpr auto kType = c10::DeviceType::CUDA;
+#endif
+constexpr auto kKey = c10::DispatchKey::EMULATED_KEY;
 
 constexpr int kMaxDevices = 2;
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -24,6 +24,7 @@ from phalanx.framework.system.file_lock import lock
 
 SOURCES = Path(__file__).parent
 DEVICE = "libemulated_cuda"
+OTHER = "libemulated_other"
 COLLECTIVES = "emulated_collectives"
 _LIMIT_SECONDS = 600.0
 _OPTIONS = ("-shared", "-fPIC", "-O1", "-std=c++20")
@@ -39,6 +40,7 @@ class Library:
 
 _LIBRARIES = {
     DEVICE: Library(("device.cpp", "operators.cpp")),
+    OTHER: Library(("device.cpp", "operators.cpp"), ("-DEMULATED_OTHER",)),
     COLLECTIVES: Library(
         ("collectives.cpp",), ("-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={COLLECTIVES}", "-ltorch_python")
     ),
@@ -54,9 +56,9 @@ def torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def libraries() -> dict[str, Path]:
-    """Return the files of the libraries by name; build those that are missing. Several processes may call this."""
-    files = {name: _folder(library) / f"{name}.so" for name, library in _LIBRARIES.items()}
+def libraries(names: Sequence[str] = (DEVICE, COLLECTIVES)) -> dict[str, Path]:
+    """Return the files of libraries by name; build those that are missing. Several processes may call this."""
+    files = {name: _folder(_LIBRARIES[name]) / f"{name}.so" for name in names}
     if all(file.exists() for file in files.values()):
         return files
     with contextlib.ExitStack() as locks:

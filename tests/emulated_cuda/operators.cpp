@@ -9,10 +9,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
 #include <array>
+#include <cstring>
 #include <set>
 #include <string>
 #include <utility>
@@ -28,12 +30,14 @@ using c10::Storage;
 namespace emulated {
 namespace {
 
+bool on_device(const Tensor& tensor) { return tensor.device().type() == kType; }
+
 // ---- generators ----
 
 // The generator of a device. The CPU's kernels draw from `host`.
 struct DeviceGenerator final : c10::GeneratorImpl {
   explicit DeviceGenerator(DeviceIndex device)
-      : GeneratorImpl(Device(c10::kCUDA, device), DispatchKeySet(DispatchKey::CUDA)),
+      : GeneratorImpl(Device(kType, device), DispatchKeySet(kKey)),
         host(at::detail::createCPUGenerator()) {}
   void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
   void set_offset(uint64_t offset) override { host.set_offset(offset); }
@@ -60,7 +64,7 @@ const at::Generator& default_generator(DeviceIndex device) {
 }
 
 at::Generator host_of(const at::Generator& generator) {
-  TORCH_CHECK(generator.device().is_cuda(), "Expected a 'cuda' device type for generator but found 'cpu'");
+  TORCH_CHECK(generator.device().type() == kType, "Expected a 'cuda' device type for generator but found 'cpu'");
   return static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->host;
 }
 
@@ -104,7 +108,7 @@ Tensor as_view(const Tensor& base, const Tensor& like) {
 }
 
 Tensor as_host(const Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+  if (!tensor.defined() || !on_device(tensor)) return tensor;
   Storage kept = tensor.storage();
   c10::DataPtr memory(kept.mutable_data(), new Storage(kept), &release, Device(c10::kCPU));
   Storage seen(Storage::use_byte_size_t(), kept.nbytes(), std::move(memory), c10::GetCPUAllocator(), true);
@@ -132,12 +136,12 @@ c10::DataPtr adopt(const Storage& storage, Device device) {
 // The arguments of one call: tensors of the device, and how the kernel sees them.
 struct Call {
   std::vector<std::pair<Tensor, Tensor>> seen;
-  Device device{c10::kCUDA, current_device()};
+  Device device{kType, current_device()};
   bool has_host_tensor = false;
 
   Tensor to_host(const Tensor& tensor) {
     if (!tensor.defined()) return tensor;
-    if (!tensor.is_cuda()) {
+    if (!on_device(tensor)) {
       has_host_tensor |= tensor.dim() > 0;
       return tensor;
     }
@@ -160,7 +164,7 @@ struct Call {
     const Storage& storage = tensor.storage();
     Storage adopted(
         Storage::use_byte_size_t(), storage.nbytes(), adopt(storage, device), device_allocator(), true);
-    return with_storage(std::move(adopted), DispatchKey::CUDA, tensor);
+    return with_storage(std::move(adopted), kKey, tensor);
   }
 
   // Kernels with an `out` argument may have resized it.
@@ -190,7 +194,7 @@ struct Call {
         list.push_back(tensor ? std::optional<Tensor>(to_host(*tensor)) : tensor);
       return list;
     }
-    if (value.isDevice() && value.toDevice().is_cuda()) {
+    if (value.isDevice() && value.toDevice().type() == kType) {
       if (value.toDevice().has_index() && seen.empty()) device = value.toDevice();
       return Device(c10::kCPU);
     }
@@ -237,7 +241,7 @@ void wait_if_needed(const std::string& name, const torch::jit::Stack& arguments,
       if (!item.isTensor() || !item.toTensor().defined()) continue;
       const Tensor& index = item.toTensor();
       if (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte) synchronize(stream, "index by a mask");
-      else if (!index.is_cuda() && index.dim() > 0) synchronize(stream, "index by a tensor of the host");
+      else if (!on_device(index) && index.dim() > 0) synchronize(stream, "index by a tensor of the host");
     }
   }
 }
@@ -282,7 +286,7 @@ Tensor empty(
     std::optional<Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   CurrentDevice current(device);
   return at::detail::empty_generic(
-      C10_AS_INTARRAYREF_SLOW(size), device_allocator(), DispatchKeySet(DispatchKey::CUDA), at::dtype_or_default(dtype),
+      C10_AS_INTARRAYREF_SLOW(size), device_allocator(), DispatchKeySet(kKey), at::dtype_or_default(dtype),
       format);
 }
 
@@ -292,7 +296,7 @@ Tensor empty_strided(
   CurrentDevice current(device);
   return at::detail::empty_strided_generic(
       C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), device_allocator(),
-      DispatchKeySet(DispatchKey::CUDA), at::dtype_or_default(dtype));
+      DispatchKeySet(kKey), at::dtype_or_default(dtype));
 }
 
 // Without the dispatch of autograd: the work may be run later, on another thread.
@@ -333,11 +337,11 @@ void download(const Tensor& host, const Tensor& device, bool asynchronous) {
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (source.numel() == 0 && self.numel() == 0) return self;
-  if (self.is_cuda()) touch(self.device().index());
-  if (source.is_cuda()) touch(source.device().index());
+  if (on_device(self)) touch(self.device().index());
+  if (on_device(source)) touch(source.device().index());
   Tensor given = source.expand_as(self);
-  if (self.is_cuda() && !source.is_cuda()) upload(self, given, non_blocking);
-  else if (!self.is_cuda()) download(self, given, non_blocking);
+  if (on_device(self) && !on_device(source)) upload(self, given, non_blocking);
+  else if (!on_device(self)) download(self, given, non_blocking);
   else write(as_host(self), as_host(given));
   return self;
 }
@@ -377,8 +381,8 @@ int64_t attention_by_formula(
   return 0;
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(_, EMULATED_KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+TORCH_LIBRARY_IMPL(aten, EMULATED_KEY, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
   m.impl("copy_", TORCH_FN(copy_));
@@ -391,6 +395,35 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 
 }  // namespace
 }  // namespace emulated
+
+#ifdef EMULATED_OTHER
+
+struct OtherHooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return emulated::device_count() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return emulated::has_context(device); }
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(emulated::device_count()); }
+  c10::DeviceIndex getCurrentDevice() const override { return emulated::current_device(); }
+  void setCurrentDevice(c10::DeviceIndex device) const override {
+    emulated::touch(device);
+    emulated::set_current_device(device);
+  }
+  bool isPinnedPtr(const void* data) const override { return emulated::is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return emulated::pinned_allocator(); }
+  Device getDeviceFromPtr(void*) const override { return Device(emulated::kType, emulated::current_device()); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return emulated::default_generator(device);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return at::make_generator<emulated::DeviceGenerator>(device < 0 ? emulated::current_device() : device);
+  }
+};
+static const bool registered = [] {
+  at::RegisterPrivateUse1HooksInterface(new OtherHooks);
+  return true;
+}();
+
+#else
 
 // torch looks for a class of this very name.
 struct CUDAHooks final : at::CUDAHooksInterface {
@@ -422,7 +455,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool isPinnedPtr(const void* data) const override { return emulated::is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return emulated::pinned_allocator(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return emulated::device_allocator(); }
-  Device getDeviceFromPtr(void*) const override { return Device(c10::kCUDA, emulated::current_device()); }
+  Device getDeviceFromPtr(void*) const override { return Device(emulated::kType, emulated::current_device()); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     return emulated::default_generator(device);
   }
@@ -435,4 +468,25 @@ struct CUDAHooks final : at::CUDAHooksInterface {
 };
 namespace at {
 REGISTER_CUDA_HOOKS(CUDAHooks)
+}
+
+#endif
+
+// ---- for Python, through ctypes: the default generator of a device ----
+
+extern "C" {
+void emulated_seed(int device, uint64_t seed) {
+  emulated::host_of(emulated::default_generator(static_cast<c10::DeviceIndex>(device))).set_current_seed(seed);
+}
+std::size_t emulated_state_size() { return at::detail::getDefaultCPUGenerator().get_state().nbytes(); }
+void emulated_get_state(int device, void* target) {
+  at::Tensor state = emulated::default_generator(static_cast<c10::DeviceIndex>(device)).get_state();
+  std::memcpy(target, state.const_data_ptr(), state.nbytes());
+}
+void emulated_set_state(int device, const void* source) {
+  const at::Generator& generator = emulated::default_generator(static_cast<c10::DeviceIndex>(device));
+  at::Tensor state = generator.get_state().clone();
+  std::memcpy(state.mutable_data_ptr(), source, state.nbytes());
+  const_cast<at::Generator&>(generator).set_state(state);
+}
 }

@@ -20,7 +20,7 @@ SUBCLASSES: dict[str, Any] = {**CLASSES, "subclass_mode_model": True}
 OPTIONS = {
     ("--trainer.max_epoch", "3"): ("'--trainer.max_epoch'", "'--trainer.max_epochs'"),
     ("--trainer.num_train_epochs", "3"): ("'--trainer.num_train_epochs'", "'--trainer.max_epochs'"),
-    ("--trainer.max_epochs", "many"): ("trainer.max_epochs=many",),
+    ("--trainer.max_epochs", "many"): ("max_epochs='many'",),
     ("--max_epochs", "3"): ("'--max_epochs'", "'--trainer.max_epochs'"),
     ("--model.widht=3",): ("'--model.widht'", "'--model.width'"),
     ("--model.width=wide",): ("model.width=wide",),
@@ -30,7 +30,7 @@ OPTIONS = {
     ("--trainer.callbacks+=tymer",): ("trainer.callbacks='tymer'", "'timer'"),
     ("--trainer.callbacks", "[early_stopping"): ("trainer.callbacks='[early_stopping'", "'early_stopping'"),
     ("--trainer.callbacks={class_path: timer",): ("trainer.callbacks='{class_path: timer'",),
-    ("--trainer.max_epochs=[3",): ("trainer.max_epochs=[3",),
+    ("--trainer.max_epochs=[3",): ("max_epochs='[3'",),
     ("--trainer.logger=cvs",): ("trainer.logger='cvs'", "'csv'"),
     ("--trainer.strategy=dpp",): ("strategy='dpp'", "'ddp'"),
     ("--optimizer=AdamWW",): ("optimizer='AdamWW'", "'AdamW'"),

@@ -175,11 +175,11 @@ def test_available_memory_is_that_of_the_own_device(monkeypatch: pytest.MonkeyPa
     asked: list[Any] = []
     giga = 10**9
     for name, answer in {
-        "mem_get_info": (10 * giga, 20 * giga),
+        "get_memory_info": (10 * giga, 20 * giga),
         "memory_reserved": 3 * giga,
         "memory_allocated": giga,
     }.items():
-        monkeypatch.setattr(torch.cuda, name, partial(_answer, asked, answer))
+        monkeypatch.setattr(torch.accelerator, name, partial(_answer, asked, answer))
     # Without what CUDA's libraries take, and NCCL's buffers between ranks.
     assert available_memory(SECOND, 1, None).device == 11.5 * giga
     assert available_memory(SECOND, 2, None).device == 10.5 * giga
@@ -189,7 +189,8 @@ def test_available_memory_is_that_of_the_own_device(monkeypatch: pytest.MonkeyPa
 def test_measuring_activations_keeps_to_the_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     forked: list[Any] = []
 
-    def fork_rng(devices: Any = None) -> Any:
+    def fork_rng(devices: Any = None, device_type: str = "cuda") -> Any:
+        assert device_type == "cuda"
         forked.append(devices)
         return threading.Lock()
 
