@@ -18,7 +18,7 @@ from ..framework.storage.mirror import refreshed
 # In the order of the help. A command that is not here is listed at the end.
 GROUPS = {
     "begin": "new demo doctor selftest completion",
-    "run": "fit validate test predict launch plan",
+    "run": "fit validate test predict launch sweep try plan",
     "look": "runs top report why data compare",
     "keep": "checkpoint rewind clean",
     "move": "migrate export",
@@ -45,6 +45,7 @@ _CALLED_ELSEWHERE = {
     "validate": "eval evaluate",
     "predict": "infer generate",
     "launch": "torchrun start submit",
+    "sweep": "tune hpo search optuna",
     "plan": "estimate-memory estimate memory dry-run",
     "runs": "ls list experiments",
     "top": "watch status monitor",
@@ -64,8 +65,21 @@ OTHER_NAMES = {other: command for command, others in _CALLED_ELSEWHERE.items() f
 class Parser(argparse.ArgumentParser):
     """A parser without abbreviations that reports an error in one sentence with the closest match: exit code 78."""
 
+    takes_program = False
+    """Whether what follows ``--`` are the arguments of a program, in ``arguments`` of the result."""
+
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**{**arguments, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; those of a program are kept apart, which may have the names of options."""
+        if not self.takes_program:
+            return super().parse_known_args(args, namespace)
+        given = list(args or ())
+        end = given.index("--") if "--" in given else len(given)
+        found, foreign = super().parse_known_args(given[:end], namespace)
+        found.arguments = given[end + 1 :]
+        return found, foreign
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{self._sentence(message)} Try '{self.prog} --help'.")

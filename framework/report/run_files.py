@@ -22,6 +22,8 @@ from .values import as_number, parsed_time, timestamp
 
 PAGE = "report.html"
 """The name of the report's page."""
+PRUNED = "pruned"
+"""The first word of the reason for which the pruner of a sweep stops a run, and the state of such a run."""
 # A process of another host that wrote nothing for so long is not counted as running.
 SILENT_SECONDS = 60.0
 _MARKS = (STATUS, HISTORY, "run.id")
@@ -32,7 +34,7 @@ _STATES = {
     INTERRUPTED: "interrupted",
 }
 _VERDICTS = {
-    "finished": "good", "running": "good", "preempted": "warn", "interrupted": "warn", "silent": "warn",
+    "finished": "good", "running": "good", "pruned": "good", "preempted": "warn", "interrupted": "warn", "silent": "warn",
 }  # fmt: skip
 
 
@@ -121,13 +123,14 @@ class RunFiles:
 
     @cached_property
     def state(self) -> str:
-        """``finished``, ``failed``, ``preempted``, ``stalled``, ``interrupted``, ``killed``, ``running``, ``silent`` or
-        ``unknown``."""
+        """``finished``, ``pruned``, ``failed``, ``preempted``, ``stalled``, ``interrupted``, ``killed``, ``running``,
+        ``silent`` or ``unknown``."""
         code = self.outcome.get("exit_code")
         if code is None and self.status.get("state") == "ended":
             code = self.status.get("exit_code")
         if isinstance(code, int):
-            return _STATES.get(code, "failed")
+            is_pruned = code == 0 and str(self.outcome.get("stopped") or "").startswith(f"{PRUNED}:")
+            return PRUNED if is_pruned else _STATES.get(code, "failed")
         if not self.status:
             return "unknown"
         if self._runs_here() is False:
