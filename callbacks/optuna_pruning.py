@@ -51,7 +51,9 @@ class OptunaPruning(Callback):
         if not isinstance(monitor, str) or not monitor:
             raise ConfigurationError(f"OptunaPruning(monitor={monitor!r}): give the name of a logged metric.")
         if not hasattr(trial, "should_prune") and not callable(trial):
-            raise ConfigurationError(f"OptunaPruning(trial={trial!r}): give the trial that Optuna passes to objectives.")
+            raise ConfigurationError(
+                f"OptunaPruning(trial={trial!r}): give the trial that Optuna passes to objectives."
+            )
         self.monitor = monitor
         self.pruned = False
         """Whether Optuna has pruned the trial; known on rank 0."""
@@ -79,9 +81,7 @@ class OptunaPruning(Callback):
             opened = optuna.load_study(
                 study_name=study, storage=storage, sampler=optuna.samplers.RandomSampler(), pruner=pruner_of(pruner)
             )
-            known = storage.get_trial_id_from_study_id_trial_number(
-                storage.get_study_id_from_name(study), number
-            )
+            known = storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name(study), number)
             return optuna.trial.Trial(opened, known)
 
         return cls(open_trial, monitor)

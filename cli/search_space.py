@@ -91,7 +91,9 @@ def _distribution(part: str, form: str) -> BaseDistribution:
         raise ConfigurationError(f"--search: {part!r} is not of a known form: {_FORMS}.")
     if not low < high or (is_log and low <= 0):
         positive = ", and the first above 0 for log" if is_log else ""
-        raise ConfigurationError(f"--search: {part!r} is not a range: the first number must be below the second{positive}.")
+        raise ConfigurationError(
+            f"--search: {part!r} is not a range: the first number must be below the second{positive}."
+        )
     if is_whole:
         return IntDistribution(int(low), int(high), log=is_log, step=int(step or 1))
     return FloatDistribution(low, high, log=is_log, step=step)

@@ -163,9 +163,7 @@ class _Sweep:
         else:
             study.end(trial, state, value, **facts_of_run)
 
-    def _outcome(
-        self, code: int, runs: list[Path], report: dict[str, Any], output: Path
-    ) -> tuple[TrialState, float]:
+    def _outcome(self, code: int, runs: list[Path], report: dict[str, Any], output: Path) -> tuple[TrialState, float]:
         if code:
             raise PhalanxError(reason_of_failure(runs[-1] if runs else None, output, code))
         if not runs:

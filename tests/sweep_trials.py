@@ -126,7 +126,9 @@ def main() -> None:
         draw = random.Random(options.seed)
         kills = [draw.uniform(0.1, 0.9) * seconds / options.kills for _ in range(options.kills)]
         killed = sweep(Path(root, "killed"), given, kills, 3600.0)
-        runs = [len([*Path(root, "killed", "sweep").glob(f"trial-{number}/version_*")]) for number in range(options.trials)]
+        runs = [
+            len([*Path(root, "killed", "sweep").glob(f"trial-{number}/version_*")]) for number in range(options.trials)
+        ]
     states = [each["state"] for each in killed["trials"]]
     print(f"trials: {len(states)}, {', '.join(f'{states.count(state)} {state}' for state in sorted(set(states)))}")
     print(f"best: {whole['best']['value']} undisturbed, {killed['best']['value']} killed {options.kills} times")

@@ -34,7 +34,8 @@ _STATES = {
     INTERRUPTED: "interrupted",
 }
 _VERDICTS = {
-    "finished": "good", "running": "good", "pruned": "good", "preempted": "warn", "interrupted": "warn", "silent": "warn",
+    "finished": "good", "running": "good", "pruned": "good",
+    "preempted": "warn", "interrupted": "warn", "silent": "warn",
 }  # fmt: skip
 
 
