@@ -19,7 +19,7 @@ from ..framework.storage.mirror import refreshed
 GROUPS = {
     "begin": "new demo doctor selftest completion",
     "run": "fit validate test predict launch sweep try plan",
-    "look": "runs top report why data compare",
+    "look": "runs top report why data compare schema",
     "keep": "checkpoint rewind clean",
     "move": "migrate export",
 }

@@ -32,7 +32,7 @@ def add_commands(commands: Any) -> None:
     for add in (
         _new, _demo, _doctor, _selftest, _completion,
         _stages, _launch, _sweep, _try, _plan,
-        _runs, _top, _report, _why, _data, _compare,
+        _runs, _top, _report, _why, _data, _compare, _schema,
         _checkpoint, _rewind, _clean,
         _migrate, _export,
     ):  # fmt: skip
@@ -280,6 +280,14 @@ def _compare(commands: Any) -> None:
     parser.add_argument("first", metavar="A", help="a run's directory or its name, such as version_3 or 3")
     parser.add_argument("second", metavar="B", help="another run")
     parser.add_argument("--out", metavar="FILE", help="also write a page with the curves of both in the same charts")
+
+
+def _schema(commands: Any) -> None:
+    text = "print the JSON Schema of what a command prints with --json"
+    parser = add_command(
+        commands, "schema", "json_schemas:show_schema", text, "phalanx schema checkpoint list", has_json=False
+    )
+    parser.add_argument("of", metavar="COMMAND", nargs="*", help="a command (default: list those that have one)")
 
 
 # ---- keep -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from typing import Any
 
 from ..framework.configuration.script_overrides import parse_overrides
 from ..framework.core.errors import INTERRUPTED, ConfigurationError, Preempted
+from ..framework.metrics.monitor import doubtful_mode
 from ..framework.report.document import build_report
+from ..framework.report.recorder import STATUS
 from ..framework.report.run_files import RunFiles
 from ..framework.system.environment import AssignedRun, variables_of_assigned
 from ..framework.system.file_lock import is_held
@@ -134,17 +136,36 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def given_mode(metric: str, mode: str | None) -> str:
+    """Return the mode of a command that compares values of a metric, ``"min"`` by default.
+
+    Raises:
+        ConfigurationError: none was given for a metric that is better when it is higher, by its name.
+    """
+    if doubtful_mode("", metric, mode) is not None:
+        raise ConfigurationError(
+            f"--metric {metric}: by its name higher values are better, and by default lower ones are: give --mode max, "
+            "or --mode min."
+        )
+    return mode or "min"
+
+
 def runs_of(assigned: AssignedRun) -> list[Path]:
-    """Return the directories of the runs that a program has left in its place, ascending."""
+    """Return the directories of the fits that a program has left in its place, ascending."""
+    return [path for path in _directories(assigned) if (path / STATUS).exists()]
+
+
+def wait_until_free(assigned: AssignedRun) -> None:
+    """Wait until no process writes there: the ranks of a launcher that was killed end moments after it."""
+    until = time.monotonic() + _LOCK_SECONDS
+    for path in _directories(assigned):
+        while is_held(path / LOCK) and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def _directories(assigned: AssignedRun) -> list[Path]:
     root = Path(assigned.root)
     return [root / assigned.name / f"version_{version}" for version in versions(root, assigned.name)]
-
-
-def wait_until_free(directory: Path) -> None:
-    """Wait until no process writes a run: the ranks of a launcher that was killed end moments after it."""
-    until = time.monotonic() + _LOCK_SECONDS
-    while is_held(directory / LOCK) and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 def reason_of_failure(directory: Path | None, output: Path, exit_code: int) -> str:

@@ -17,7 +17,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError, StorageError
 from ..framework.core.wording import counted
-from ..framework.metrics.monitor import doubtful_mode
 from ..framework.report.document import build_report
 from ..framework.report.finding import shown_path
 from ..framework.report.page import card, facts, framed, table_of
@@ -31,6 +30,7 @@ from .programs import (
     Program,
     as_text,
     ending_on_request,
+    given_mode,
     raise_if_asked_to_end,
     reason_of_failure,
     runs_of,
@@ -96,11 +96,7 @@ class _Sweep:
         space = parse_search(given.search)
         program = Program(given.target, tuple(given.arguments), given.ranks)
         program.check([*space])
-        if doubt := doubtful_mode("--metric", given.metric, given.mode):
-            raise ConfigurationError(
-                f"{doubt.partition(',')[0]} without --mode, and its name says that higher is better: give --mode max, "
-                "or --mode min."
-            )
+        mode = given_mode(given.metric, given.mode)
         if given.trials is not None and given.trials < 1:
             raise ConfigurationError(f"--trials {given.trials} must be a whole number of at least 1.")
         count = given.trials or _TRIALS
@@ -110,14 +106,12 @@ class _Sweep:
         identity = {
             "target": os.path.abspath(given.target), "arguments": [*given.arguments], "ranks": given.ranks,
             "search": {name: repr(each) for name, each in space.items()}, "metric": given.metric,
-            "mode": given.mode or "min", "value": given.value, "sampler": given.sampler, "prune": given.prune,
+            "mode": mode, "value": given.value, "sampler": given.sampler, "prune": given.prune,
             "seed": given.seed,
         }  # fmt: skip
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         directory = Path(given.out or Path(ROOT, f"{program.stem}-{digest}"))
-        return cls(
-            program, space, given.metric, given.mode or "min", given.value, given.prune, count, directory, identity
-        )
+        return cls(program, space, given.metric, mode, given.value, given.prune, count, directory, identity)
 
     def keep_identity(self) -> None:
         """Record what is swept; refuse a directory with another sweep."""
@@ -139,9 +133,8 @@ class _Sweep:
         assigned = self._assigned(study, trial)
         place = self.directory / assigned.name
         output, code = place / OUTPUT, 0
+        wait_until_free(assigned)
         earlier = runs_of(assigned)
-        for run in earlier:
-            wait_until_free(run)
         if not any(_has_ended(run) for run in earlier):
             continues = len(earlier) == 1 and build_report(RunFiles(earlier[0]))["resume_from"] is not None
             if not continues:
@@ -245,7 +238,7 @@ def _trial(sweep: _Sweep, trial: FrozenTrial) -> dict[str, Any]:
         "seconds": known.get("seconds"),
         "parameters": dict(trial.params),
         "reason": known.get("reason"),
-        "run": known.get("run"),
+        "run": shown_path(Path(known["run"])) if known.get("run") else None,
         "command": sweep.program.shown_command(trial.params),
     }
 

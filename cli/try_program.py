@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any
 
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
-from ..framework.metrics.monitor import doubtful_mode
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, find_runs, shown_path
 from ..framework.report.noise import judge
@@ -25,7 +24,7 @@ from ..framework.report.values import as_number, mapping, span_text, text, whole
 from ..framework.system.atomic_files import write_text
 from ..framework.system.environment import AssignedRun
 from ..framework.system.provenance import code_digest, git_commit, has_changes
-from .programs import Program, ending_on_request, raise_if_asked_to_end, reason_of_failure, runs_of
+from .programs import Program, ending_on_request, given_mode, raise_if_asked_to_end, reason_of_failure, runs_of
 from .terminal_text import fitted_table, say, say_json, say_wrapped, shown_number
 
 ROOT, RECORD = "phalanx_tries", "try.json"
@@ -66,16 +65,12 @@ class _Trial:
         program.check()
         if given.seeds < 1:
             raise ConfigurationError(f"--seeds {given.seeds} must be a whole number of at least 1.")
-        if doubt := doubtful_mode("--metric", given.metric, given.mode):
-            raise ConfigurationError(
-                f"{doubt.partition(',')[0]} without --mode, and its name says that higher is better: give --mode max, "
-                "or --mode min."
-            )
+        mode = given_mode(given.metric, given.mode)
         match = _BUDGET.fullmatch(given.budget.strip())
         if match is None or not float(match[1]) > 0:
             raise ConfigurationError(f"--budget {given.budget!r} must be a time above 0, such as 90s, 5m or 2h.")
         seconds = float(match[1]) * _SECONDS[match[2]]
-        return cls(program, given.metric, given.mode or "min", given.value, seconds, given.seeds)
+        return cls(program, given.metric, mode, given.value, seconds, given.seeds)
 
     @property
     def configuration(self) -> dict[str, Any]:

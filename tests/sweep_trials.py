@@ -77,7 +77,7 @@ if __name__ == "__main__":
 
 def command(trials: int, ranks: int, *more: str) -> list[str]:
     """Return the command of the sweep."""
-    search = ["--search", "lr=log:1e-5:1e-1 width=4,8,13"]
+    search = ["--search", "lr=log:1e-5:1e-1 width=4,8,16"]
     options = ["--metric", "val_loss", "--trials", str(trials), "--ranks", str(ranks), "--prune", "median"]
     return [sys.executable, "-m", "phalanx", "sweep", "train.py", *search, *options, "--out", "sweep", "--json", *more]
 

@@ -1,7 +1,8 @@
 """Hyperparameter sweep: train one model for each combination, and keep the best one.
 
 A sweep is a loop over fits, each in a run directory of its own, with its hyperparameters in the checkpoint. ``phalanx
-compare`` shows two of the runs side by side. The check: the best checkpoint has the hyperparameters and the loss of the
+compare`` shows two of the runs side by side. ``phalanx sweep`` does this for an unchanged script, on several ranks, and
+continues when it was killed; docs/sweeps.md has that, a study of Optuna and Ray Tune. The check: the best checkpoint has the hyperparameters and the loss of the
 best run.
 """
 
