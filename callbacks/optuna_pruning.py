@@ -74,9 +74,10 @@ class OptunaPruning(Callback):
 
         def open_trial() -> optuna.Trial:
             import optuna
+            from optuna.storages.journal import JournalFileBackend
 
             optuna.logging.set_verbosity(optuna.logging.WARNING)
-            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(journal))
+            storage = optuna.storages.JournalStorage(JournalFileBackend(journal))
             # The sampler draws nothing: the trial has all its parameters.
             opened = optuna.load_study(
                 study_name=study, storage=storage, sampler=optuna.samplers.RandomSampler(), pruner=pruner_of(pruner)

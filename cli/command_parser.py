@@ -141,6 +141,7 @@ def add_command(
     details: str = "",
     has_json: bool = True,
     needs: str = "",
+    takes_program: bool = False,
 ) -> argparse.ArgumentParser:
     """Add a command whose help ends with an example.
 
@@ -152,14 +153,16 @@ def add_command(
         details: further lines of the command's own help.
         has_json: whether the command takes ``--json``.
         needs: the requirement for an optional package without which the command cannot run, such as ``"shtab>=1.7"``.
+        takes_program: whether what follows ``--`` are the arguments of a program, in ``arguments`` of the result.
     """
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: Parser = commands.add_parser(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}." + (f"\n{details}" if details else ""),
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.takes_program = takes_program
     parser.set_defaults(run=run, parser=parser, needs=needs)
     if has_json:
         parser.add_argument("--json", action="store_true", help="print JSON")

@@ -174,8 +174,9 @@ def _sweep(commands: Any) -> None:
     text = "try many values of a program's arguments, and find the best ones"
     details = "The same command continues a sweep that was killed."
     example = 'phalanx sweep train.py --search "lr=log:1e-5:1e-2 width=64,128" --metric val_loss'
-    parser = add_command(commands, "sweep", "sweep:run_sweep", text, example, details, needs="optuna>=4")
-    parser.takes_program = True
+    parser = add_command(
+        commands, "sweep", "sweep:run_sweep", text, example, details, needs="optuna>=4", takes_program=True
+    )
     parser.usage = "phalanx sweep PROGRAM --search SPACE --metric NAME [options] [-- ARGUMENTS]"
     parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=21)
     add = parser.add_argument
@@ -197,8 +198,7 @@ def _try(commands: Any) -> None:
     text = "run a program within a time, and compare it with earlier runs"
     details = "Made for programs that change a script and need a verdict: give --json."
     example = "phalanx try train.py --budget 5m --metric val_loss --seeds 3 --json"
-    parser = add_command(commands, "try", "try_program:try_program", text, example, details)
-    parser.takes_program = True
+    parser = add_command(commands, "try", "try_program:try_program", text, example, details, takes_program=True)
     parser.usage = "phalanx try PROGRAM --budget TIME --metric NAME [options] [-- ARGUMENTS]"
     parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=21)
     add = parser.add_argument

@@ -20,7 +20,6 @@ from ..framework.core.wording import counted
 from ..framework.report.document import build_report
 from ..framework.report.finding import shown_path
 from ..framework.report.page import card, facts, framed, table_of
-from ..framework.report.recorded import recorded_value
 from ..framework.report.run_files import PRUNED, RunFiles
 from ..framework.report.values import span_text
 from ..framework.system.atomic_files import write_text
@@ -36,6 +35,7 @@ from .programs import (
     runs_of,
     wait_until_free,
 )
+from .recorded import recorded_value
 from .search_space import grid, parse_search
 from .sweep_study import SweepStudy
 from .terminal_text import fitted_table, say, say_fitted, say_json, say_wrapped, shown_number, state_color
@@ -58,7 +58,7 @@ def run_sweep(given: argparse.Namespace) -> int:
     sweep = _Sweep.of(given)
     with _locked(sweep.directory), ending_on_request("phalanx sweep"):
         sweep.keep_identity()
-        study = SweepStudy(sweep.directory, sweep.space, f"{sweep.mode}imize", given.sampler, given.seed)
+        study = SweepStudy(sweep.directory, sweep.space, sweep.mode, given.sampler, given.seed)
         for number in range(sweep.count):
             trial = study.begin(number)
             if not trial.state.is_finished():

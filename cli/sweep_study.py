@@ -10,6 +10,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from ..framework.core.position_rng import mix_seed
@@ -27,14 +28,14 @@ class SweepStudy:
     Args:
         directory: the sweep's directory.
         space: the distribution of each searched name.
-        direction: ``"minimize"`` or ``"maximize"``.
+        mode: ``"min"`` if lower values are better, or ``"max"``.
         sampler: ``"tpe"``, ``"random"`` or ``"grid"``.
         seed: what is proposed depends on this number, the number of the trial and the trials before it alone.
     """
 
     directory: Path
     space: dict[str, BaseDistribution]
-    direction: str
+    mode: str
     sampler: str
     seed: int
     name: str = NAME
@@ -51,8 +52,12 @@ class SweepStudy:
                 file.truncate(lines.size)
         self._storage = JournalStorage(JournalFileBackend(str(self.journal)))
         self._study = optuna.create_study(
-            study_name=self.name, storage=self._storage, direction=self.direction, load_if_exists=True
+            study_name=self.name, storage=self._storage, direction=self._direction, load_if_exists=True
         )
+
+    @property
+    def _direction(self) -> StudyDirection:
+        return StudyDirection.MINIMIZE if self.mode == "min" else StudyDirection.MAXIMIZE
 
     @property
     def journal(self) -> Path:
@@ -92,7 +97,7 @@ class SweepStudy:
         # A sampler that had drawn numbers for the trials before would be in a state that no file has.
         seed = mix_seed(self.seed, number) % (1 << 32)
         kinds = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
-        memory = optuna.create_study(direction=self.direction, sampler=kinds[self.sampler](seed=seed))
+        memory = optuna.create_study(direction=self._direction, sampler=kinds[self.sampler](seed=seed))
         memory.add_trials(known)
         memory.ask(self.space)
         return _running(memory.get_trials(deepcopy=False)[-1])

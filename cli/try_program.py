@@ -18,13 +18,13 @@ from ..framework.core.errors import ConfigurationError, MetricError, PhalanxErro
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, find_runs, shown_path
 from ..framework.report.noise import judge
-from ..framework.report.recorded import recorded_value
 from ..framework.report.run_files import RunFiles
 from ..framework.report.values import as_number, mapping, span_text, text, whole
 from ..framework.system.atomic_files import write_text
 from ..framework.system.environment import AssignedRun
 from ..framework.system.provenance import code_digest, git_commit, has_changes
 from .programs import Program, ending_on_request, given_mode, raise_if_asked_to_end, reason_of_failure, runs_of
+from .recorded import recorded_value
 from .terminal_text import fitted_table, say, say_json, say_wrapped, shown_number
 
 ROOT, RECORD = "phalanx_tries", "try.json"

@@ -55,8 +55,9 @@ def test_a_change_is_better_by_paired_seeds_and_worse_the_other_way(call: Called
 
     # The best earlier configuration is the one with the mean of its three runs.
     (tmp_path / "train.py").write_text(PROGRAM.replace("Dropout(0.1)", "Dropout(0.9)"))
-    worse = tried(call, "--seeds", 3, "--", "--lr", "0.0001")
+    worse = tried(call, "--", "--lr", "0.0001")
     assert (worse["dirty"], worse["verdict"]) == (True, "worse")
+    assert worse["because"] == "1 new and 3 earlier runs with different seeds"
     assert worse["against"]["value"] == pytest.approx(fast["value"])
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..metrics.monitor import missing_metric
-from .series import OWN_PREFIX
-from .values import as_number, listed, mapping
+from ..framework.metrics.monitor import missing_metric
+from ..framework.report.series import OWN_PREFIX
+from ..framework.report.values import as_number, listed, mapping
 
 
 def recorded_value(report: dict[str, Any], metric: str, mode: str, which: str = "best") -> float:
