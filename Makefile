@@ -15,7 +15,7 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test check durations messages package services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity semantics pretrained matrix bench bench-cuda kill recover nodes chaos deadlocks memory flips schedules faults soak format clean
+.PHONY: help demo test check durations messages package services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity semantics pretrained matrix bench bench-cuda kill recover nodes sweeps chaos deadlocks memory flips schedules faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
@@ -43,6 +43,7 @@ help:
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy, number of ranks and victim)"
 	@echo "make recover  kill ranks at random instants: restarted from memory, they must end bit for bit (TRIALS=20)"
 	@echo "make nodes    lose nodes of a launch at random instants: a spare takes over bit for bit, or fewer ranks go on (TRIALS=20)"
+	@echo "make sweeps   kill a sweep at random instants and see that it finds what an undisturbed one finds (ARGS='--trials 20 --kills 3')"
 	@echo "make chaos    disturb runs in every way a machine knows (TRIALS=20 for each strategy and fault)"
 	@echo "make deadlocks  run fits with uneven data and signals at random points: no rank may wait forever (TRIALS=200)"
 	@echo "make soak     kill a rank every 30 s for 10 minutes, and see how much of the time is trained"
@@ -214,6 +215,9 @@ recover: $(DEV)
 # Needs root for the hosts, which are network namespaces. ARGS='--kinds spare --strategies fsdp --seed 7'
 nodes: $(DEV)
 	$(PY) tests/node_trials.py --trials $(TRIALS) $(ARGS)
+
+sweeps: $(DEV)
+	$(PY) tests/sweep_trials.py $(ARGS)
 
 # ARGS='--strategies ddp --faults stop,full,damage --seed 7'
 chaos: $(DEV)

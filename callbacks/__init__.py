@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .learning_rate import LearningRateMonitor as LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from .on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from .optuna_pruning import OptunaPruning as OptunaPruning
     from .prediction_writer import BasePredictionWriter as BasePredictionWriter, PredictionWriter as PredictionWriter
     from .progress import (
         ProgressBar as ProgressBar,
@@ -40,6 +41,7 @@ _HOMES = {
     ".learning_rate": "LearningRateMonitor",
     ".model_checkpoint": "ModelCheckpoint",
     ".on_exception_checkpoint": "OnExceptionCheckpoint",
+    ".optuna_pruning": "OptunaPruning",
     ".prediction_writer": "BasePredictionWriter PredictionWriter",
     ".progress": "ProgressBar RichProgressBar TQDMProgressBar",
     ".stochastic_weight_averaging": "StochasticWeightAveraging",

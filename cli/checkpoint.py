@@ -63,7 +63,7 @@ def _checkpoint(given: str) -> str:
 def inspect_checkpoint(given: argparse.Namespace) -> int:
     """Print what a checkpoint holds; return the exit code."""
     found = library.inspect(_checkpoint(given.path))
-    say_json(found) if given.json else _show_inspection(found)
+    say_json({"schema": 1, **vars(found)}) if given.json else _show_inspection(found)
     return 0
 
 
@@ -71,7 +71,9 @@ def verify_checkpoints(given: argparse.Namespace) -> int:
     """Read every byte of checkpoints; return the exit code: 65 if one is damaged."""
     found = {path: library.verify(_checkpoint(path)) for path in given.paths}
     if given.json:
-        report = [{"path": path, "good": not problems, "problems": problems} for path, problems in found.items()]
+        report = [
+            {"schema": 1, "path": path, "good": not problems, "problems": problems} for path, problems in found.items()
+        ]
         say_json(report[0] if len(report) == 1 else report)
     for path, problems in found.items():
         if problems:
@@ -136,7 +138,7 @@ def diff_checkpoints(given: argparse.Namespace) -> int:
     """Print the differences between two checkpoints; return the exit code: 65 if there are any."""
     found = library.diff(_checkpoint(given.path), _checkpoint(given.other))
     if given.json:
-        say_json({"equal": found.equal, "sections": found.sections, "documents": found.documents})
+        say_json({"schema": 1, "equal": found.equal, "sections": found.sections, "documents": found.documents})
     else:
         _show_difference(found)
     return 0 if found.equal else _REFUSED
@@ -145,7 +147,7 @@ def diff_checkpoints(given: argparse.Namespace) -> int:
 def consolidate_checkpoint(given: argparse.Namespace) -> int:
     """Write the weights of a checkpoint as plain safetensors; return the exit code."""
     out = library.consolidate(_checkpoint(given.path), given.out, given.max_shard_size, given.dtype, given.section)
-    say_json({"path": str(out)}) if given.json else say(f"wrote {out}")
+    say_json({"schema": 1, "path": str(out)}) if given.json else say(f"wrote {out}")
     return 0
 
 
@@ -163,7 +165,7 @@ def convert_checkpoint(given: argparse.Namespace) -> int:
         trust=given.trust,
         note=notes.append if given.json else say,
     )
-    say_json({"path": str(out), "notes": notes}) if given.json else say(f"wrote {out}")
+    say_json({"schema": 1, "path": str(out), "notes": notes}) if given.json else say(f"wrote {out}")
     return 0
 
 

@@ -18,8 +18,8 @@ from ..framework.storage.mirror import refreshed
 # In the order of the help. A command that is not here is listed at the end.
 GROUPS = {
     "begin": "new demo doctor selftest completion",
-    "run": "fit validate test predict launch plan",
-    "look": "runs top metrics report why data compare",
+    "run": "fit validate test predict launch sweep try plan",
+    "look": "runs top metrics report why data compare schema",
     "keep": "checkpoint rewind clean",
     "move": "migrate export",
 }
@@ -45,6 +45,7 @@ _CALLED_ELSEWHERE = {
     "validate": "eval evaluate",
     "predict": "infer generate",
     "launch": "torchrun start submit",
+    "sweep": "tune hpo search optuna",
     "plan": "estimate-memory estimate memory dry-run",
     "runs": "ls list experiments",
     "top": "watch status monitor",
@@ -65,8 +66,21 @@ OTHER_NAMES = {other: command for command, others in _CALLED_ELSEWHERE.items() f
 class Parser(argparse.ArgumentParser):
     """A parser without abbreviations that reports an error in one sentence with the closest match: exit code 78."""
 
+    takes_program = False
+    """Whether what follows ``--`` are the arguments of a program, in ``arguments`` of the result."""
+
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**{**arguments, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; those of a program are kept apart, which may have the names of options."""
+        if not self.takes_program:
+            return super().parse_known_args(args, namespace)
+        given = list(args or ())
+        end = given.index("--") if "--" in given else len(given)
+        found, foreign = super().parse_known_args(given[:end], namespace)
+        found.arguments = given[end + 1 :]
+        return found, foreign
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{self._sentence(message)} Try '{self.prog} --help'.")
@@ -128,6 +142,7 @@ def add_command(
     details: str = "",
     has_json: bool = True,
     needs: str = "",
+    takes_program: bool = False,
 ) -> argparse.ArgumentParser:
     """Add a command whose help ends with an example.
 
@@ -139,14 +154,16 @@ def add_command(
         details: further lines of the command's own help.
         has_json: whether the command takes ``--json``.
         needs: the requirement for an optional package without which the command cannot run, such as ``"shtab>=1.7"``.
+        takes_program: whether what follows ``--`` are the arguments of a program, in ``arguments`` of the result.
     """
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: Parser = commands.add_parser(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}." + (f"\n{details}" if details else ""),
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.takes_program = takes_program
     parser.set_defaults(run=run, parser=parser, needs=needs)
     if has_json:
         parser.add_argument("--json", action="store_true", help="print JSON")

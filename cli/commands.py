@@ -18,6 +18,7 @@ KINDS = {
 }
 SHELLS = ("bash", "zsh", "tcsh")
 
+SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving")
 PLATFORMS = ("slurm", "ray", "kubernetes")
 MOST_RUNS = 20
 INTERVAL_SECONDS, LEAST_INTERVAL_SECONDS = 1.0, 0.1
@@ -31,8 +32,8 @@ def add_commands(commands: Any) -> None:
     """Add all commands to the subparsers of a parser."""
     for add in (
         _new, _demo, _doctor, _selftest, _completion,
-        _stages, _launch, _plan,
-        _runs, _top, _metrics, _report, _why, _data, _compare,
+        _stages, _launch, _sweep, _try, _plan,
+        _runs, _top, _metrics, _report, _why, _data, _compare, _schema,
         _checkpoint, _rewind, _clean,
         _migrate, _export,
     ):  # fmt: skip
@@ -170,6 +171,48 @@ def _launch(commands: Any) -> None:
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
 
 
+def _sweep(commands: Any) -> None:
+    text = "try many values of a program's arguments, and find the best ones"
+    details = "The same command continues a sweep that was killed."
+    example = 'phalanx sweep train.py --search "lr=log:1e-5:1e-2 width=64,128" --metric val_loss'
+    parser = add_command(
+        commands, "sweep", "sweep:run_sweep", text, example, details, needs="optuna>=4", takes_program=True
+    )
+    parser.usage = "phalanx sweep PROGRAM --search SPACE --metric NAME [options] [-- ARGUMENTS]"
+    parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=21)
+    add = parser.add_argument
+    add("--search", action="append", required=True, metavar="SPACE", help="values to try, as in the example")
+    add("--metric", required=True, metavar="NAME", help="the metric that decides, such as val_loss")
+    add("--mode", choices=("min", "max"), metavar="MODE", help="min or max (default: min)")
+    add("--value", choices=("best", "last"), default="best", metavar="WHICH", help="best or last (default: best)")
+    add("--trials", type=int, metavar="N", help="number of trials (default: 20, or the grid)")
+    add("--ranks", type=int, metavar="N", help="ranks of a trial (default: those of the program)")
+    add("--sampler", choices=SAMPLERS, default="tpe", metavar="NAME", help="tpe, random or grid (default: tpe)")
+    add("--prune", choices=PRUNERS, metavar="NAME", help="end bad trials early: median or halving")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the sampler (default: 0)")
+    add("--out", metavar="DIR", help="the sweep's directory (default: in phalanx_sweeps)")
+    # Its line would not fit on a screen of 24 lines.
+    add("target", metavar="PROGRAM", help=argparse.SUPPRESS)
+
+
+def _try(commands: Any) -> None:
+    text = "run a program within a time, and compare it with earlier runs"
+    details = "Made for programs that change a script and need a verdict: give --json."
+    example = "phalanx try train.py --budget 5m --metric val_loss --seeds 3 --json"
+    parser = add_command(commands, "try", "try_program:try_program", text, example, details, takes_program=True)
+    parser.usage = "phalanx try PROGRAM --budget TIME --metric NAME [options] [-- ARGUMENTS]"
+    parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=21)
+    add = parser.add_argument
+    add("target", metavar="PROGRAM", help="a script or a configuration file")
+    add("--budget", required=True, metavar="TIME", help="the most that each run may take, such as 90s, 5m or 2h")
+    add("--metric", required=True, metavar="NAME", help="the metric that decides, such as val_loss")
+    add("--mode", choices=("min", "max"), metavar="MODE", help="min or max (default: min)")
+    add("--value", choices=("best", "last"), default="best", metavar="WHICH", help="best or last (default: best)")
+    add("--seeds", type=int, default=1, metavar="N", help="runs with different seeds (default: 1)")
+    add("--ranks", type=int, metavar="N", help="ranks of a run (default: those of the program)")
+    add("--against", metavar="RUN", help="the earlier run (default: the best one of this program)")
+
+
 def _plan(commands: Any) -> None:
     text = "count memory and communication of a run, without training"
     details = f"A script runs up to its fit. The exit code is {CHECK_FAILED} if the run does not fit."
@@ -261,6 +304,14 @@ def _compare(commands: Any) -> None:
     parser.add_argument("first", metavar="A", help="a run's directory or its name, such as version_3 or 3")
     parser.add_argument("second", metavar="B", help="another run")
     parser.add_argument("--out", metavar="FILE", help="also write a page with the curves of both in the same charts")
+
+
+def _schema(commands: Any) -> None:
+    text = "print the JSON Schema of what a command prints with --json"
+    parser = add_command(
+        commands, "schema", "json_schemas:show_schema", text, "phalanx schema checkpoint list", has_json=False
+    )
+    parser.add_argument("of", metavar="COMMAND", nargs="*", help="a command (default: list those that have one)")
 
 
 # ---- keep -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Hyperparameter sweep: train one model for each combination, and keep the best one.
 
 A sweep is a loop over fits, each in a run directory of its own, with its hyperparameters in the checkpoint. ``phalanx
-compare`` shows two of the runs side by side. The check: the best checkpoint has the hyperparameters and the loss of the
-best run.
+compare`` shows two of the runs side by side. ``phalanx sweep`` runs an unchanged script so, on several ranks, and
+continues when it was killed: see docs/sweeps.md. The check: the best checkpoint has the hyperparameters and the loss of
+the best run.
 """
 
 from __future__ import annotations

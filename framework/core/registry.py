@@ -245,6 +245,7 @@ CALLBACKS = Registry(
         "base_finetuning": ".callbacks.finetuning:BaseFinetuning",
         "base_prediction_writer": ".callbacks.prediction_writer:BasePredictionWriter",
         "prediction_writer": ".callbacks.prediction_writer:PredictionWriter",
+        "optuna_pruning": ".callbacks.optuna_pruning:OptunaPruning",
         "throughput_monitor": ".callbacks.throughput:ThroughputMonitor",
         "timer": ".callbacks.timer:Timer",
         "model_summary": ".callbacks.summary:ModelSummary",

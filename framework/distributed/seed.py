@@ -13,6 +13,7 @@ from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
 from ..core.position_rng import mix_seed, seed_generators
 from .devices import taken_device
+from ..system.environment import assigned_run
 from .world import placement
 
 _MAX_SEED = 2**32 - 1
@@ -23,7 +24,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed Python, torch on every device and, if loaded, numpy, the same on all ranks. Return the seed.
 
     None means a seed of 0. ``workers`` is accepted for compatibility with Lightning: the workers of a loader are always
-    seeded. ``verbose`` prints the seed on rank 0.
+    seeded. ``verbose`` prints the seed on rank 0. In a repetition of ``phalanx try --seeds``, the seed is another one,
+    which this seed and the number of the repetition determine.
 
     Raises:
         ConfigurationError: the seed is not an integer from 0 to 2**32 - 1.
@@ -31,6 +33,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     seed = 0 if seed is None else seed
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= _MAX_SEED:
         raise ConfigurationError(f"seed={seed!r} is not allowed: give a whole number from 0 to {_MAX_SEED}.")
+    if (assigned := assigned_run()) is not None and assigned.repeat:
+        seed = mix_seed(seed, assigned.repeat) & _MAX_SEED
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")

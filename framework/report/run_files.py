@@ -22,6 +22,8 @@ from .values import as_number, parsed_time, timestamp
 
 PAGE = "report.html"
 """The name of the report's page."""
+PRUNED = "pruned"
+"""The first word of the reason for which the pruner of a sweep stops a run, and the state of such a run."""
 # A process of another host that wrote nothing for so long is not counted as running.
 SILENT_SECONDS = 60.0
 _MARKS = (STATUS, HISTORY, "run.id")
@@ -31,10 +33,11 @@ _STATES = {
     StalledError.exit_code: "stalled",
     INTERRUPTED: "interrupted",
 }
-STATES = ("running", "silent", *_STATES.values(), "failed", "killed", "unknown")
+STATES = ("running", "silent", PRUNED, *_STATES.values(), "failed", "killed", "unknown")
 """All states of a run."""
 _VERDICTS = {
-    "finished": "good", "running": "good", "preempted": "warn", "interrupted": "warn", "silent": "warn",
+    "finished": "good", "running": "good", "pruned": "good",
+    "preempted": "warn", "interrupted": "warn", "silent": "warn",
 }  # fmt: skip
 
 
@@ -133,7 +136,8 @@ class RunFiles:
         if code is None and self.status.get("state") == "ended":
             code = self.status.get("exit_code")
         if isinstance(code, int):
-            return ended_state(code)
+            is_pruned = code == 0 and str(self.outcome.get("stopped") or "").startswith(f"{PRUNED}:")
+            return PRUNED if is_pruned else ended_state(code)
         if not self.status:
             return "unknown"
         if self._runs_here() is False:

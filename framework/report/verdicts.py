@@ -113,6 +113,8 @@ def sentence_of(found: dict[str, Any]) -> str:
     if state == "finished":
         stopped = f", stopped early: {reason}" if reason else ""
         return f"finished{where}{after}{stopped}"
+    if state == "pruned":
+        return f"was {reason}{where}{after}"
     if state == "killed":
         return (
             f"was killed at about step {step or 0:,}{after} and could not record why: by SIGKILL, as when memory runs "

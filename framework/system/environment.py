@@ -44,6 +44,7 @@ _TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
 _PROGRESS = "PHALANX_PROGRESS"
 _PROGRESS_CHOICES = ("rich", "plain", "off")
 _OVERRIDES = "PHALANX_OVERRIDES"
+_ASSIGNED = "PHALANX_ASSIGNED_RUN"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,22 @@ class ScriptOverrides:
     """JSON values by the name of the argument."""
     command: list[str]
     """The command that has started the script."""
+
+
+@dataclass(frozen=True)
+class AssignedRun:
+    """The part of a program's run in a sweep or a trial: what ``phalanx sweep`` and ``phalanx try`` decide for it."""
+
+    root: str
+    """The directory in place of ``default_root_dir``, and of the one of a logger."""
+    name: str
+    """The name of the run's directory below it."""
+    continues: bool = False
+    """Whether the fit continues the run that is there from its newest checkpoint."""
+    repeat: int = 0
+    """The number of the repetition: above 0, ``seed_everything`` seeds with another number."""
+    pruning: dict[str, Any] | None = None
+    """The arguments of ``OptunaPruning.of_sweep``; None if nothing prunes the run."""
 
 
 def environment_placement(num_nodes: int = 1) -> Placement:
@@ -153,6 +170,17 @@ def script_overrides() -> ScriptOverrides | None:
         return None
     found = ScriptOverrides(**json.loads(text))
     return found if os.path.abspath(file) == found.script else None
+
+
+def assigned_run() -> AssignedRun | None:
+    """Return what a sweep has decided for the run of this process, or None."""
+    text = os.environ.get(_ASSIGNED)
+    return AssignedRun(**json.loads(text)) if text else None
+
+
+def variables_of_assigned(run: AssignedRun) -> dict[str, str]:
+    """Return the variables of a new process whose run this is."""
+    return {**os.environ, _ASSIGNED: json.dumps(asdict(run))}
 
 
 def adopt_environment(environment: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import socket
@@ -65,6 +66,16 @@ def has_changes(directory: Path) -> bool | None:
     # Without the search for untracked files it takes milliseconds.
     found = _git(directory, "status", "--porcelain", "--untracked-files=no")
     return None if found is None else bool(found)
+
+
+def code_digest(file: Path) -> str:
+    """Return a digest of a file, of the commit that is checked out around it, and of the changes since.
+
+    Files that git does not track are left out, but for ``file`` itself.
+    """
+    folder = file.absolute().parent
+    parts = [git_commit(folder) or "", _git(folder, "diff", "HEAD") or ""]
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape") + file.read_bytes()).hexdigest()[:16]
 
 
 def machine_facts(device_type: str) -> dict[str, Any]:

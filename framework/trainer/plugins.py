@@ -9,6 +9,7 @@ from ..api.callback import Callback
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS, LOGGERS, Registry, as_list
 from ..metrics.logger import Logger
+from ..system.environment import assigned_run
 from .hook_names import check_callback
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def resolve_callbacks(settings: Settings) -> list[Callback]:
     _add_timer(callbacks, settings)
     _check_accumulation(callbacks, settings)
     _add_defaults(callbacks, defaults)
+    if (assigned := assigned_run()) is not None and assigned.pruning is not None:
+        callbacks.append(CALLBACKS.load("optuna_pruning").of_sweep(**assigned.pruning))
     if settings.fast_dev_run:
         callbacks = [callback for callback in callbacks if not isinstance(callback, CALLBACKS.load("model_checkpoint"))]
     check_callbacks(callbacks)

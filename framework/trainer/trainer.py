@@ -38,7 +38,7 @@ from ..storage.cached_url import local_place
 from ..system.atomic_files import absolute
 from ..system.console import folded, print_line, terminal_columns
 from ..system.entry_script import return_to_directory
-from ..system.environment import fix_cublas_workspace, script_overrides
+from ..system.environment import assigned_run, fix_cublas_workspace, script_overrides
 from ..system.run_directory import RunDirectory
 
 # Imported when they are called: see __init__.py.
@@ -157,7 +157,7 @@ class Trainer(RankProperties):
             fabric=fabric,
             loggers=loggers,
             callbacks=resolve_callbacks(settings),
-            directory=RunDirectory(_root(loggers, settings), name, 0),
+            directory=_directory(loggers, settings, name),
             accumulation=settings.accumulation,
         )
         self._session.use_loggers(loggers)
@@ -233,6 +233,8 @@ class Trainer(RankProperties):
         for callback in self.callbacks:
             callback.check(self, "fit")
         check_units(model, self.settings, self.callbacks)
+        if (assigned := assigned_run()) is not None and assigned.continues:
+            ckpt_path = "auto"
         request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compilation=compilation)
         request.start_from(pretrained)
         start_stage(self._session, "fit", request)
@@ -1123,6 +1125,13 @@ class Trainer(RankProperties):
     def num_nodes(self) -> int:
         """The number of nodes."""
         return self._session.resources.num_nodes
+
+
+def _directory(loggers: list[Logger], settings: Settings, name: str) -> RunDirectory:
+    """Return the directory of the runs: that of a sweep, if this process runs one of its trials."""
+    if (assigned := assigned_run()) is not None:
+        return RunDirectory(Path(assigned.root), assigned.name, 0)
+    return RunDirectory(_root(loggers, settings), name, 0)
 
 
 def _root(loggers: list[Logger], settings: Settings) -> Path:
