@@ -79,9 +79,9 @@ class Evaluate(Callback):
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         # The step with which a resumed fit begins was evaluated before its checkpoint was saved.
         self._evaluated_step = trainer.global_step
-        if self._results:
-            metrics = trainer.run.metrics
-            metrics.values["callback"].update(self._results)
+        # Those of the checkpoint, for callbacks that read them before the next evaluation.
+        metrics = trainer.run.metrics
+        metrics.values["callback"].update(self._results)
 
     def on_train_batch_end(
         self, trainer: TrainerView, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -120,7 +120,7 @@ def interval_of(every: Any) -> tuple[int, str]:
     match = _EVERY.fullmatch(every.strip()) if isinstance(every, str) else None
     if match is None or not int(match[1]):
         raise ConfigurationError(
-            f"Evaluate(every={every!r}): give a number of optimizer steps of at least 1, such as 500 or '500 steps', or "
-            "a number of epochs, such as '1 epoch'."
+            f"Evaluate(every={every!r}): give a number of optimizer steps of at least 1, such as 500 or '500 steps', "
+            "or a number of epochs, such as '1 epoch'."
         )
     return int(match[1]), match[2]

@@ -296,6 +296,8 @@ def _list(verbs: Any) -> None:
     run = "a run's directory or name, or a directory that holds checkpoints (default: the newest run below here)"
     parser.add_argument("path", metavar="RUN", nargs="?", help=run)
     parser.add_argument("--verify", action="store_true", help="read every byte; the exit code is 65 if one is damaged")
+    by = "order them by a result of phalanx eval, the highest last, such as eval/arc_easy/acc"
+    parser.add_argument("--by", metavar="NAME", help=by)
 
 
 def _diff(verbs: Any) -> None:

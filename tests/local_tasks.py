@@ -10,6 +10,8 @@ import torch
 from hugging_face import built
 from torch import Tensor
 
+from phalanx.framework.system.environment import variables_set
+
 _CHARACTERS = ["<eos>", "<pad>", "<unk>", *"abcdefghijklmnop qrstuvw?.:\n"]
 _METRICS = {
     "choice": ("multiple_choice", "{{question}}", "{{gold}}", ["acc", "acc_norm"], {"doc_to_choice": "{{choices}}"}),
@@ -83,15 +85,17 @@ def write_tasks(folder: Path, **options: Any) -> Path:
 
 def by_the_library(model: Any, folder: Path) -> dict[str, float]:
     """Return the metrics that lm-evaluation-harness computes itself, with its own class for models of transformers."""
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
+    with variables_set({}):
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
 
-    found = lm_eval.simple_evaluate(
-        HFLM(pretrained=model, tokenizer=tokenizer(), batch_size=3, device="cpu"),
-        tasks=list(_METRICS),
-        task_manager=TaskManager(include_path=str(folder / "own"), include_defaults=False),
-        bootstrap_iters=0,
-    )
+        # With larger batches it gives the score of a window to another one with the same input, if both are in a batch.
+        found = lm_eval.simple_evaluate(
+            HFLM(pretrained=model, tokenizer=tokenizer(), batch_size=1, device="cpu"),
+            tasks=list(_METRICS),
+            task_manager=TaskManager(include_path=str(folder / "own"), include_defaults=False),
+            bootstrap_iters=0,
+        )
     results: Any = found["results"]
     return {name: float(results[name.split("/")[0]][f"{name.split('/')[1]},none"]) for name in NAMES}

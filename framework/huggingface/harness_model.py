@@ -171,7 +171,9 @@ class CausalModel:
         search = self._greedy if self.generator is None else self._search
 
         def run(batch: Sequence[Sequence[int]]) -> list[str]:
-            texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in search(batch, count, stops, options)]
+            texts = [
+                self.tokenizer.decode(row, skip_special_tokens=True) for row in search(batch, count, stops, options)
+            ]
             return [postprocess_generated_text(text, stops, None) for text in texts]
 
         return self.ranks.share(kept, self.batch_size, run)

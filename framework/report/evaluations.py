@@ -124,4 +124,6 @@ def add_to_history(history: History, evaluations: Iterable[Evaluation]) -> None:
 
 def latest(evaluations: Iterable[Evaluation]) -> dict[str, float]:
     """Return the newest value of each name."""
-    return {name: value for each in sorted(evaluations, key=lambda each: each.step) for name, value in each.values.items()}
+    return {
+        name: value for each in sorted(evaluations, key=lambda each: each.step) for name, value in each.values.items()
+    }

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from local_tasks import NAMES, by_the_library, causal, samples, write_tasks
+from local_tasks import NAMES, by_the_library, causal, samples, tokenizer, write_tasks
 from messages import refuses
 from models import silent_trainer, weights_of
 from ranks import run_on_ranks
-from torch import nn
+from torch import Tensor
+from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader
 
+from phalanx import TrainModule
 from phalanx.callbacks import Evaluate, ModelCheckpoint
 from phalanx.errors import ConfigurationError, MetricError
+from phalanx.framework.huggingface.harness_model import CausalModel, Ranks
 from phalanx.hf import TransformersModule
 
 
@@ -86,7 +90,7 @@ def test_a_function_evaluates_without_effect_on_the_training(strategy: str) -> N
     model = causal().eval()
     torch.nn.utils.vector_to_parameters(evaluated, model.parameters())
     tokens = torch.randint(3, 20, (2, 4), generator=torch.Generator().manual_seed(1))
-    assert metrics["eval/logit"] == pytest.approx(float(model(tokens).logits.mean()), rel=1e-4)
+    assert metrics["eval/logit"] == pytest.approx(model(tokens).logits.mean().item(), rel=1e-4)
 
 
 def test_steps_are_counted_over_windows_and_checkpoints_monitor_the_results(tmp_path: Path) -> None:
@@ -161,9 +165,44 @@ def test_other_results_than_numbers_are_refused(found: Any) -> None:
         trained("single", [Evaluate(lambda *_: found, every=1)], devices=1)
 
 
-class Logits(nn.Module):
-    """A model whose ``forward`` returns logits."""
+class Counting(TrainModule):
+    """A model that is no model of transformers: the next token is the next letter, whatever came before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = causal()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.tokenizer = tokenizer()
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        following = (tokens + 1).clamp(max=len(self.tokenizer) - 1)
+        return {"logits": self.weight * 5 * one_hot(following, len(self.tokenizer))}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.weight.square()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def by_letters(folder: Path) -> tuple[dict[str, float], list[str]]:
+    write_tasks(folder, tokenizer=None)
+    module, texts = Counting(), []
+    trainer = silent_trainer(max_steps=1, devices="auto", callbacks=[Evaluate(folder / "tasks.yaml", every=1)])
+    trainer.fit(module, DataLoader([1.0, 2.0]))  # type: ignore[arg-type]
+    model = CausalModel(module, module.tokenizer, Ranks(trainer.world, True, lambda: None), 2)
+    with torch.no_grad():
+        for prompts in (["ab", "abc?", "k"], ["d"], []):
+            texts += model.generate([(each, {"until": ["i"], "max_gen_toks": 5}) for each in prompts])
+        (score,) = model.score([([3, 4], [5, 7])])
+    # Of two tokens one is the next letter.
+    assert score == (pytest.approx(2 * -math.log(1 + (len(module.tokenizer) - 1) * math.exp(-5)) - 5, rel=1e-5), False)
+    return {name: float(trainer.callback_metrics[f"eval/{name}"]) for name in NAMES}, texts
+
+
+def test_any_module_that_returns_logits_answers_tasks(tmp_path: Path) -> None:
+    metrics, texts = by_letters(tmp_path)
+    # The letters after the prompts, up to the stop sequence.
+    assert texts == ["cdefg", ".:\n\n\n", "lmnop", "efgh"]
+    assert metrics["texts/exact_match"] == 0
+    # Of all choices " a" has the fewest tokens, and none of its letters follows.
+    assert metrics["choice/acc"] == pytest.approx(3 / 7)
