@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from .device_stats import DeviceStatsMonitor as DeviceStatsMonitor
     from .early_stopping import EarlyStopping as EarlyStopping
+    from .evaluate import Evaluate as Evaluate
     from .finetuning import BackboneFinetuning as BackboneFinetuning, BaseFinetuning as BaseFinetuning
     from .gradient_norm import GradientNormMonitor as GradientNormMonitor
     from .lambda_callback import LambdaCallback as LambdaCallback
@@ -35,6 +36,7 @@ _HOMES = {
     ".accumulation": "GradientAccumulationScheduler",
     ".device_stats": "DeviceStatsMonitor",
     ".early_stopping": "EarlyStopping",
+    ".evaluate": "Evaluate",
     ".finetuning": "BackboneFinetuning BaseFinetuning",
     ".gradient_norm": "GradientNormMonitor",
     ".lambda_callback": "LambdaCallback",

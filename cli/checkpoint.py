@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as library
-from ..framework.core.errors import CheckpointError, ConfigurationError
+from ..framework.core.errors import CheckpointError, ConfigurationError, did_you_mean
 from ..framework.core.size_text import size_text
 from ..framework.core.wording import counted
+from ..framework.report.evaluations import current
 from ..framework.report.finding import find_run, shown_path
 from ..framework.report.run_files import RunFiles, is_run
 from ..framework.report.values import span_text
@@ -100,6 +103,8 @@ def list_checkpoints(given: argparse.Namespace) -> int:
     files = _run_of(given.path)
     folders = [Path(given.path)] if files is None else _folders_of(files)
     found = [one for folder in folders for one in library.checkpoints(folder, verify=given.verify)]
+    if given.by is not None:
+        found = _ordered_by(given.by, files, found)
     if given.json:
         say_json(found)
     elif found:
@@ -109,6 +114,24 @@ def list_checkpoints(given: argparse.Namespace) -> int:
         there = f" There are some in {', '.join(below)}." if below else ""
         say(f"{given.path} holds no checkpoints.{there}")
     return _REFUSED if given.verify and any(one.status == "damaged" for one in found) else 0
+
+
+def _ordered_by(name: str, files: RunFiles | None, found: list[Any]) -> list[Any]:
+    """Return checkpoints in the order of a result of ``phalanx eval``, which is their metric; those without it first.
+
+    Raises:
+        ConfigurationError: no checkpoint of the run has such a result.
+    """
+    known = [] if files is None else current(files.evaluations, files.events)
+    results = {each.step: each.values[name] for each in known if name in each.values}
+    if not results:
+        names = sorted({each for evaluation in known for each in evaluation.values})
+        raise ConfigurationError(
+            f"--by {name}: no checkpoint has such a result of `phalanx eval`.{did_you_mean(name, names)} "
+            f"Known: {', '.join(names) or 'none'}."
+        )
+    with_results = [replace(one, metric=(name, results[one.step]) if one.step in results else None) for one in found]
+    return sorted(with_results, key=lambda one: -math.inf if one.metric is None else one.metric[1])
 
 
 def _folders_below(folder: Path) -> list[Path]:

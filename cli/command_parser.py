@@ -18,7 +18,7 @@ from ..framework.storage.mirror import refreshed
 # In the order of the help. A command that is not here is listed at the end.
 GROUPS = {
     "begin": "new demo doctor selftest completion",
-    "run": "fit validate test predict launch sweep try plan",
+    "run": "fit validate test predict eval launch sweep try plan",
     "look": "runs top metrics report why data compare schema",
     "keep": "checkpoint rewind clean",
     "move": "migrate export",
@@ -42,7 +42,7 @@ _CALLED_ELSEWHERE = {
     "doctor": "env collect-env ds_report check info",
     "selftest": "self-test",
     "fit": "train run finetune",
-    "validate": "eval evaluate",
+    "eval": "evaluate lm_eval lm-eval",
     "predict": "infer generate",
     "launch": "torchrun start submit",
     "sweep": "tune hpo search optuna",

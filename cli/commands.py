@@ -23,6 +23,7 @@ PLATFORMS = ("slurm", "ray", "kubernetes")
 MOST_RUNS = 20
 INTERVAL_SECONDS, LEAST_INTERVAL_SECONDS = 1.0, 0.1
 METRICS_PORT, METRICS_ADDRESS = 9400, "127.0.0.1"
+WATCH_SECONDS = 5.0
 WEIGHTS, PROGRAM = ".safetensors", ".pt2"
 _RUN = "a run's directory or its name, such as version_3 or 3; by default the newest run below this directory"
 _FILES = "Reads files alone, also those of a run that is training."
@@ -32,7 +33,7 @@ def add_commands(commands: Any) -> None:
     """Add all commands to the subparsers of a parser."""
     for add in (
         _new, _demo, _doctor, _selftest, _completion,
-        _stages, _launch, _sweep, _try, _plan,
+        _stages, _evaluate, _launch, _sweep, _try, _plan,
         _runs, _top, _metrics, _report, _why, _data, _compare, _schema,
         _checkpoint, _rewind, _clean,
         _migrate, _export,
@@ -142,6 +143,24 @@ def _stages(commands: Any) -> None:
         )
         parser.set_defaults(run="run_program:run_stage", parser=parser, needs="", stage=stage)
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _evaluate(commands: Any) -> None:
+    text = "evaluate the checkpoints of a run beside it, and record the results"
+    details = "Each checkpoint is evaluated once. The results are in the report of the run."
+    example = "phalanx eval version_3 --tasks tasks.yaml --watch"
+    parser = add_command(commands, "eval", "evaluate_run:evaluate_checkpoints", text, example, details)
+    add = parser.add_argument
+    add("given_run", metavar="RUN", nargs="?", help="a run's directory or name (default: the newest below here)")
+    add("--tasks", metavar="FILE", help="a YAML file with tasks of lm-evaluation-harness")
+    add("--function", metavar="MODULE:NAME", help="or a function of a Trainer and a module")
+    add("--module", metavar="MODULE:CLASS", help="the module's class (default: as the checkpoint names it)")
+    add("--average", metavar="NAME", help="an average of the weights, such as ema")
+    add("--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU, if there is one)")
+    add("--watch", action="store_true", help="wait for further checkpoints until the run ends")
+    between = f"time between two looks of --watch (default: {WATCH_SECONDS:g})"
+    add("--interval", type=float, default=WATCH_SECONDS, metavar="SECONDS", help=between)
+    add("--again", action="store_true", help="also evaluate checkpoints that have results")
 
 
 def _launch(commands: Any) -> None:
@@ -352,6 +371,8 @@ def _list(verbs: Any) -> None:
     run = "a run's directory or name, or a directory that holds checkpoints (default: the newest run below here)"
     parser.add_argument("path", metavar="RUN", nargs="?", help=run)
     parser.add_argument("--verify", action="store_true", help="read every byte; the exit code is 65 if one is damaged")
+    by = "order them by a result of phalanx eval, the highest last, such as eval/arc_easy/acc"
+    parser.add_argument("--by", metavar="NAME", help=by)
 
 
 def _diff(verbs: Any) -> None:

@@ -236,6 +236,7 @@ CALLBACKS = Registry(
     "phalanx.callbacks",
     {
         "early_stopping": ".callbacks.early_stopping:EarlyStopping",
+        "evaluate": ".callbacks.evaluate:Evaluate",
         "model_checkpoint": ".callbacks.model_checkpoint:ModelCheckpoint",
         "gradient_accumulation_scheduler": ".callbacks.accumulation:GradientAccumulationScheduler",
         "gradient_norm_monitor": ".callbacks.gradient_norm:GradientNormMonitor",

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core.errors import StorageError
 from ..system.run_directory import CONFIGURATION
+from .evaluations import current, latest
 from .event_log import Attempt
 from .rewinds import rewinds_of
 from .run_files import RunFiles
@@ -44,6 +45,8 @@ def build_report(files: RunFiles) -> dict[str, Any]:
         **_started(config),
         "resume_from": saved.newest,
     }
+    if evaluated := latest(current(files.evaluations, events)):
+        found["metrics"] = {**(found["metrics"] or {}), **evaluated}
     attempts = summarize_attempts(events.attempts, found["duration_seconds"])
     found |= {name: attempts[name] for name in ("restarts", "total_seconds")}
     first = attempts["attempts"][0] if attempts["attempts"] else {}

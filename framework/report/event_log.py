@@ -130,7 +130,7 @@ class Events:
 def read_events(directory: Path) -> Events:
     """Return the events of a run; empty if it has no file, or none that can be read."""
     events = Events()
-    for line in _lines(directory / HISTORY):
+    for line in whole_lines(directory / HISTORY):
         try:
             events.take(json.loads(line))
         except (ValueError, OverflowError, RecursionError):
@@ -138,7 +138,8 @@ def read_events(directory: Path) -> Events:
     return events
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that are complete; none if it cannot be read."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
             # The last line may be in the middle of being written.
@@ -156,7 +157,7 @@ class EventWriter:
 
     def append(self, events: list[dict[str, Any]]) -> None:
         """Add events. An error of the disk is raised, and the same events may be given again."""
-        _append(self._path, events)
+        append_lines(self._path, events)
         for event in events:
             self.events.take(event)
             self._values += len(event.get("values", ()))
@@ -195,10 +196,15 @@ def record_end(directory: Path, step: int | None, exit_code: int, message: str) 
         OSError: it cannot be written.
     """
     end = {"time": time.time(), "step": step, "exit_code": exit_code, "message": headline(message)}
-    _append(directory / HISTORY, [{"end": end}])
+    append_lines(directory / HISTORY, [{"end": end}])
 
 
-def _append(path: Path, events: list[dict[str, Any]]) -> None:
+def append_lines(path: Path, events: list[dict[str, Any]]) -> None:
+    """Append JSON values to a file, one a line, by one system call.
+
+    Raises:
+        OSError: they cannot be written.
+    """
     text = "".join(json.dumps(event, separators=(",", ":"), default=str) + "\n" for event in events)
     with open(path, "ab") as file:
         # A process that was killed may have left half a line.

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..system.run_directory import REPORT
 from .document import finite
+from .evaluations import latest
 from .run_files import RunFiles
 from .series import OWN_PREFIX
 from .values import as_number, mapping, parsed_time, text, timestamp, whole
@@ -48,6 +49,7 @@ def overview(directory: Path) -> dict[str, Any]:
     if seconds is None and began is not None and updated is not None:
         seconds = max(0.0, updated - began)
     metrics = mapping(end.get("metrics")) or mapping(status.get("metrics"))
+    metrics = {**metrics, **latest(files.evaluations)}
     resolved = mapping(files.config.get("resolved"))
     found: dict[str, Any] = finite({
         "path": str(directory),

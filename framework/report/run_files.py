@@ -16,6 +16,7 @@ from ..core.errors import INTERRUPTED, Preempted, StalledError
 from ..storage.cached_url import local_place
 from ..system.processes import start_of
 from ..system.run_directory import CONFIG, RANKS, REPORT, identity_of
+from .evaluations import Evaluation, add_to_history, current, evaluations_of
 from .event_log import HISTORY, Events, read_events
 from .recorder import STATUS
 from .values import as_number, parsed_time, timestamp
@@ -102,7 +103,13 @@ class RunFiles:
         events = read_events(self.directory)
         if events.damaged:
             self.problems.append(f"{HISTORY} has {events.damaged} lines that cannot be read.")
+        add_to_history(events.history, current(self.evaluations, events))
         return events
+
+    @cached_property
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations of the run's checkpoints by other processes, in their order."""
+        return evaluations_of(self.directory)
 
     @cached_property
     def identity(self) -> str | None:
