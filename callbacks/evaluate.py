@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..framework.api.callback import Callback
-from ..framework.core.errors import ConfigurationError, is_count
+from ..framework.core.errors import ConfigurationError
+from ..framework.core.intervals import Due, Interval
 from ..framework.huggingface.harness_tasks import HarnessTasks
 from ..framework.loop.detached_evaluation import evaluate_detached
 from ..framework.report.evaluations import named_results
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
 
     Tasks = Callable[[TrainerView, TrainModule], Mapping[str, float]] | str | os.PathLike[str]
-
-_EVERY = re.compile(r"(\d+) (step|epoch)s?")
 
 
 class Evaluate(Callback):
@@ -37,7 +35,8 @@ class Evaluate(Callback):
         tasks: a function ``(trainer, module) -> {name: number}``, or the path of a YAML file that names tasks of
             lm-evaluation-harness. Collective: all ranks call the function, and under a strategy that shards weights
             they must run the same number of forward passes in it. The numbers of rank 0 are logged.
-        every: the interval: a number of optimizer steps, ``"100 steps"`` or ``"2 epochs"``.
+        every: the interval: a number of optimizer steps, or a text such as ``"2 epochs"``, ``"1e6 tokens"`` or
+            ``"30 min"``.
 
     Raises:
         ConfigurationError: the interval is not known; there is no such file, one of its values is wrong, or lm_eval is
@@ -54,7 +53,9 @@ class Evaluate(Callback):
     """
 
     def __init__(self, tasks: Tasks, every: int | str = "1 epoch") -> None:
-        self._interval, self._unit = interval_of(every)
+        self._interval = Interval.parse(every, owner="Evaluate")
+        self.counted_intervals = (self._interval,)
+        self._due: Due | None = None
         if isinstance(tasks, str | os.PathLike):
             self.tasks: Callable[..., Any] = HarnessTasks.read(tasks)
         elif callable(tasks):
@@ -64,12 +65,11 @@ class Evaluate(Callback):
                 f"Evaluate(tasks={tasks!r}): give a function of a Trainer and a module, or the path of a YAML file."
             )
         self.every = every
-        self._evaluated_step = -1
         self._results: dict[str, float] = {}
 
     def wants(self, hook: str) -> bool:
         if hook in ("on_train_batch_end", "on_train_epoch_end"):
-            return self._unit == ("step" if hook == "on_train_batch_end" else "epoch")
+            return (self._interval.unit == "epochs") == (hook == "on_train_epoch_end")
         return super().wants(hook)
 
     def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:
@@ -77,8 +77,8 @@ class Evaluate(Callback):
             self.tasks.load(trainer, module)
 
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
-        # The step with which a resumed fit begins was evaluated before its checkpoint was saved.
-        self._evaluated_step = trainer.global_step
+        # It begins at the step of a resumed fit, which was evaluated before its checkpoint was saved.
+        self._due = None if self._interval.unit == "epochs" else Due(self._interval, trainer, self.state_key)
         # Those of the checkpoint, for callbacks that read them before the next evaluation.
         metrics = trainer.run.metrics
         metrics.values["callback"].update(self._results)
@@ -86,14 +86,11 @@ class Evaluate(Callback):
     def on_train_batch_end(
         self, trainer: TrainerView, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # The hook is also called within accumulation windows, before their step.
-        step = trainer.global_step
-        if step % self._interval == 0 and step != self._evaluated_step:
-            self._evaluated_step = step
+        if self._due is not None and self._due.reached():
             self._evaluate(trainer, module)
 
     def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
-        if (trainer.current_epoch + 1) % self._interval == 0:
+        if (trainer.current_epoch + 1) % self._interval.number == 0:
             self._evaluate(trainer, module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,20 +104,3 @@ class Evaluate(Callback):
         # Every rank decides by the same numbers.
         self._results = named_results(trainer.world.broadcast_object(found))
         trainer.log_metrics(self._results)
-
-
-def interval_of(every: Any) -> tuple[int, str]:
-    """Return a number, and the unit ``"step"`` or ``"epoch"``.
-
-    Raises:
-        ConfigurationError: the interval is neither a positive number of steps nor a text of this form.
-    """
-    if is_count(every, 1):
-        return every, "step"
-    match = _EVERY.fullmatch(every.strip()) if isinstance(every, str) else None
-    if match is None or not int(match[1]):
-        raise ConfigurationError(
-            f"Evaluate(every={every!r}): give a number of optimizer steps of at least 1, such as 500 or '500 steps', "
-            "or a number of epochs, such as '1 epoch'."
-        )
-    return int(match[1]), match[2]
