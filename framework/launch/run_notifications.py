@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..core.errors import StalledError
 from ..report import ending, label_of
-from ..report.notifications import Notifier
+from ..report.notifications import Notifier, resolved
 from ..report.verdicts import headline
 from ..system.environment import error_dir
 from ..system.failure_records import write_atomically
@@ -36,7 +36,7 @@ def fit_notifier(addresses: Sequence[str], directory: Path | None, warn: Callabl
         number = max(0, len(fits(records)) - 1)
         claims = _claims(records, number)
         with contextlib.suppress(OSError):
-            write_atomically(_addresses(records, number), json.dumps(list(addresses)))
+            write_atomically(_addresses(records, number), json.dumps(resolved(addresses)))
     return Notifier(addresses, label_of(directory), warn, claims)
 
 
@@ -49,7 +49,8 @@ class LaunchNotifications:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._notifiers: dict[int, Notifier] = {}
+        self._notifiers: dict[tuple[int, str], Notifier] = {}
+        """By the number and the directory of a fit, which is another one if it begins again without a checkpoint."""
 
     def stalled(self, directory: str, verdict: Verdict) -> None:
         """Report that the ranks of an attempt were ended as one of them had stalled; no effect for other verdicts."""
@@ -90,14 +91,15 @@ class LaunchNotifications:
 
     def _notifier(self, directory: str, number: int, fit: FitRecord) -> Notifier | None:
         """Return the notifier of a fit; None if it has no addresses."""
-        if number not in self._notifiers:
+        key = number, fit.directory
+        if key not in self._notifiers:
             try:
                 addresses = json.loads(_addresses(directory, number).read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 return None
             label = label_of(Path(fit.directory) if fit.directory else None)
-            self._notifiers[number] = Notifier(addresses, label, self._warn, _claims(directory, number))
-        return self._notifiers[number]
+            self._notifiers[key] = Notifier(addresses, label, self._warn, _claims(directory, number))
+        return self._notifiers[key]
 
 
 def _addresses(directory: str, number: int) -> Path:

@@ -32,8 +32,9 @@ class Disturbed(Model):
     def training_step(self, batch, index):
         mark = os.path.join(root, "disturbed")
         if self.global_step == 3 and self.global_rank == self.trainer.world_size - 1 and not os.path.exists(mark):
-            open(mark, "w").close()
-            if what == "kill":
+            if what != "kill again":
+                open(mark, "w").close()
+            if what.startswith("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "raise":
                 raise ValueError("planted")
@@ -44,7 +45,7 @@ class Disturbed(Model):
         return super().training_step(batch, index)
 
 quiet["logger"] = "csv"
-if int(restarts):
+if int(restarts) and what == "kill":
     from phalanx.callbacks import ModelCheckpoint
     quiet |= {{"callbacks": ModelCheckpoint(every_n_train_steps=2), "enable_checkpointing": True}}
 trainer = Trainer(
@@ -125,6 +126,15 @@ def test_a_killed_rank_is_restarted_and_the_end_is_sent_once(tmp_path: Path, hoo
     assert SECRET not in printed
 
 
+def test_ranks_that_fail_again_send_one_end_which_is_that_of_the_newest_run(tmp_path: Path, hooks: HookServer) -> None:
+    code, printed = ran(tmp_path, hooks, "kill again", ranks=2, restarts=3)
+    assert code == 137, printed
+    assert hooks.events == ["restart", "end"]
+    end, found = hooks.bodies[1], why(tmp_path)
+    assert found["path"].endswith(end["run"])
+    assert (end["state"], end["sentence"]) == ("failed", found["why"]["sentence"])
+
+
 @pytest.mark.parametrize("what", ["kill", "raise"])
 def test_the_launcher_sends_the_end_of_ranks_that_have_failed(tmp_path: Path, hooks: HookServer, what: str) -> None:
     code, printed = ran(tmp_path, hooks, what, ranks=2)
@@ -159,6 +169,12 @@ def test_a_stall_is_sent_and_then_the_end(tmp_path: Path, hooks: HookServer, ran
     assert "stalled: no heartbeat for" in stall["sentence"]
     assert (stall["step"], end["state"], end["step"]) == (3, "stalled", 3)
     assert why(tmp_path)["state"] == "stalled"
+
+
+def test_a_fit_that_only_tries_everything_sends_nothing(tmp_path: Path, hooks: HookServer) -> None:
+    trainer = silent_trainer(default_root_dir=tmp_path, fast_dev_run=True, notify=hooks.url)
+    trainer.fit(Regressor(), loader(16))
+    assert hooks.events == []
 
 
 class Jumps(Regressor):
