@@ -78,7 +78,7 @@ def prepare(options: Namespace, batches: int, **settings: Any) -> tuple[Trainer,
 
 def main() -> None:
     options = recipe_options(__doc__, ranks=True)
-    trainer, module, loaders = prepare(options, batches=60 if options.short else 300, **NO_FILES)
+    trainer, module, loaders = prepare(options, batches=60 if options.short else 200, **NO_FILES)
     [before] = trainer.validate(module, loaders[1], verbose=False)
     trainer.fit(module, *loaders)
     after = float(trainer.callback_metrics["val_reward"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import Adapted, by_hand, llama, row_loader, rows
-from messages import refuses
+from messages import refuses, says
 from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -202,6 +202,28 @@ def test_what_is_quantized_and_what_is_not() -> None:
         hf.quantize_4bit(Tuned().net)
     with refuses(ConfigurationError, "no torch.nn.Linear", "Embedding"):
         hf.quantize_4bit(nn.Sequential(nn.Embedding(3, 4)))
+
+
+class OfBitsandbytes(nn.Parameter):
+    """A parameter with an attribute, as those of bitsandbytes."""
+
+    quant_state = "scales"
+
+
+def refused() -> str:
+    module = Tuned()
+    layer = module.net.base_model.model.lm_head
+    layer.weight = OfBitsandbytes(layer.weight.detach(), requires_grad=False)
+    try:
+        silent_trainer(strategy="fsdp", devices=2, max_steps=1).fit(module, row_loader(BATCH, BATCH))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_base_of_bitsandbytes_is_refused_where_tensors_are_split() -> None:
+    for message in run_on_ranks(2, refused):
+        says(message, "lm_head", "quantize_4bit", "ddp")
 
 
 # ---- a base from a file ----------------------------------------------------------------------------------------------
