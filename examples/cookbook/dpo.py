@@ -60,7 +60,7 @@ class Preferences(TrainModule):
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=2e-3)
 
 
-def prepare(options: Namespace, **settings: Any) -> tuple[Trainer, Preferences, list[DataLoader[Any]]]:
+def prepare(options: Namespace, **settings: Any) -> tuple[Trainer, Preferences, list[Any]]:
     """Return a Trainer, a module, and the loaders for training and validation."""
     seed_everything(1)
     module, data = Preferences(options.lora), preference_pairs(384)

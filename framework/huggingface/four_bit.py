@@ -60,7 +60,8 @@ class Linear4bit(nn.Linear):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         bias = None if self.bias is None else self.bias.to(dtype)
-        outputs: Tensor = _Product.apply(input.to(dtype), self.codes, self.scales, bias, self.in_features)
+        product: Any = _Product.apply
+        outputs: Tensor = product(input.to(dtype), self.codes, self.scales, bias, self.in_features)
         return outputs
 
     def reset_parameters(self) -> None:
@@ -190,7 +191,7 @@ class _ReadOnly(Tensor):
     __torch_function__ = nn.Parameter.__torch_function__
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter

@@ -65,17 +65,18 @@ def noted(name: str, strategy: str, lora: bool, root: Path, *names: str) -> list
 def preferred_by_hand(lora: bool) -> Tensor:
     """Return loss and margin of each step in plain torch: pair by pair, without padding, on the global batch."""
     import dpo
+    from tasks import PROMPT, preference_pairs
 
     seed_everything(1)
-    policy, data = dpo.Preferences(lora).model, dpo.preference_pairs(384)[64:]
+    policy, data = dpo.Preferences(lora).model, preference_pairs(384)[64:]
     seed_everything(1)
     reference = dpo.Preferences(lora).model
     optimizer = torch.optim.AdamW([one for one in policy.parameters() if one.requires_grad], lr=2e-3)
 
     def score(model: Any, padded: Tensor) -> Tensor:
         tokens = padded[padded != 0]
-        logits = model(input_ids=tokens[None]).logits[0, dpo.PROMPT - 1 : -1]
-        return -functional.cross_entropy(logits, tokens[dpo.PROMPT :], reduction="sum")
+        logits = model(input_ids=tokens[None]).logits[0, PROMPT - 1 : -1]
+        return -functional.cross_entropy(logits, tokens[PROMPT:], reduction="sum")
 
     found = []
     for step in range(BATCHES):
@@ -128,7 +129,8 @@ def rewarded_by_hand() -> Tensor:
 
     def scores(model: Any, tokens: list[int]) -> Tensor:
         logits = model(torch.tensor([tokens[:-1]])).logits[0, 3:]
-        return logits.log_softmax(-1)[range(grpo.ANSWER), tokens[4:]]
+        found: Tensor = logits.log_softmax(-1)[range(grpo.ANSWER), tokens[4:]]
+        return found
 
     for step in range(BATCHES):
         texts, advantages, rewards = [], [], []
