@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
+from phalanx.hf import quantize_4bit
 
 VOCABULARY, WIDTH, LENGTH = 37, 16, 6
 
@@ -77,6 +78,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "bias": lambda: _adapted(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True, bias="all"),
     "two_adapters": lambda: _two_adapters(llama()),
     "tied_embeddings": lambda: _adapted(gpt2(), target_modules=["wte"]),
+    "four_bit": lambda: _adapted(quantize_4bit(llama()), target_modules=["q_proj", "v_proj"]),
     "dropout": lambda: _adapted(llama(), target_modules=["q_proj", "v_proj"], lora_dropout=0.3),
 }
 

@@ -1,1 +1,1 @@
-"""Models of Hugging Face's libraries: ``TransformersModule``, and adapters of peft."""
+"""Models of Hugging Face's libraries: ``TransformersModule``, adapters of peft, 4-bit bases, sampling by rows."""

@@ -30,6 +30,7 @@ from ..pretrained.saving import publish_folder, sync_files
 from ..resume.capture import live_weights
 from ..system.atomic_directories import remove_tree
 from ..system.atomic_files import absolute, hidden_sibling, make_directory, refuse_existing
+from .four_bit import restore_weights
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -259,6 +260,7 @@ def _merged_model(model: Any, adapter: str, weights: dict[str, Tensor]) -> Any:
         rebuilt = get_peft_model(fresh, config, adapter_name=first, low_cpu_mem_usage=True)
         for name, other in others:
             rebuilt.add_adapter(name, other, low_cpu_mem_usage=True)
+    restore_weights(model, weights)
     # Merging changes weights in place, and those of a model on the CPU may be the ones given.
     own = {name: weights.pop(name).clone() for name in rebuilt.state_dict()}
     rebuilt.load_state_dict(own, strict=True, assign=True)

@@ -46,6 +46,8 @@ class GradientHooks:
 
     def carry(self, given: nn.Parameter, parameter: nn.Parameter) -> None:
         """Move the hooks of a parameter to its sharded one; the handles of the user's code remove them there."""
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return  # integers, such as the codes of a quantized layer, have no gradient
         trained = parameter.requires_grad
         # torch registers no hook on a tensor without gradient, and a frozen parameter may be trained later.
         parameter.requires_grad_(True)

@@ -87,7 +87,13 @@ class OutsideCalls:
         if routing:
             # The step frees its parameters at its end; here some were freed before it.
             self._root.unshard()
-            states = tuple(state for state in states if state is not state_of(self._root))
+            # A part of a module whose forward runs has what that has gathered. To enter it again would add nodes to
+            # the graph, by which gradients are summed in another order than in a step that freed nothing.
+            states = tuple(
+                state
+                for state in states
+                if state is not state_of(self._root) and state._training_state.name != "FORWARD"
+            )
             if not states:
                 return None
         self._outermost = module

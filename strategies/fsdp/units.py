@@ -62,13 +62,19 @@ def check_parameters(module: nn.Module) -> None:
     """Check that every parameter can be sharded.
 
     Raises:
-        ConfigurationError: a parameter has no dims, is trained without elements, is complex, or has an unknown shape.
+        ConfigurationError: a parameter has no dims, is trained without elements, is complex, is quantized by
+            bitsandbytes, or has an unknown shape.
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigurationError(
                 f"{name} belongs to a lazy layer whose shape is not known yet: run a batch through the model first, or "
                 "give the layer its input size."
+            )
+        if getattr(parameter, "quant_state", None) is not None:
+            raise ConfigurationError(
+                f"{name} is quantized by bitsandbytes, which keeps its scales outside of the tensor, and fsdp splits "
+                "tensors: quantize the base by phalanx.hf.quantize_4bit instead, or use strategy='ddp'."
             )
         if not parameter.numel() and parameter.requires_grad:
             raise ConfigurationError(

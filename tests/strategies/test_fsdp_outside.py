@@ -7,12 +7,15 @@ import gc
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Fabric, TrainModule
@@ -272,6 +275,42 @@ def hooks_that_are_left() -> int:
     del model, fabric
     gc.collect()
     return len(torch.nn.modules.module._global_forward_pre_hooks) - before
+
+
+class Twice(TrainModule):
+    """Makes two updates in a step, and counts the gathers of each forward pass."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Coder()
+        self.gathers: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=foreach_all_gather) as gather:
+                loss = (self.net(batch[0]) - batch[0]).square().mean()
+            self.gathers.append(gather.call_count)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def gathers_of_two_updates() -> list[int]:
+    module = Twice()
+    trainer = silent_trainer(strategy="fsdp", devices=2, max_steps=2)
+    trainer.fit(module, DataLoader(TensorDataset(X), batch_size=3))
+    return module.gathers
+
+
+def test_a_forward_pass_after_an_update_in_the_same_step_gathers_each_unit_once() -> None:
+    # Two blocks; what is outside of them is gathered already.
+    assert run_on_ranks(2, gathers_of_two_updates)[0][1:] == [2, 2, 2]
 
 
 def test_a_module_that_is_given_up_leaves_no_hook_on_the_calls_of_others() -> None:
