@@ -54,7 +54,7 @@ def _new(commands: Any) -> None:
 
 
 def _demo(commands: Any) -> None:
-    text = "train a small language model on real text, in less than a minute"
+    text = "train a small language model in less than a minute"
     details = "It is a small version of the project of 'phalanx new lm'."
     example = "phalanx demo --strategy zero2 --devices 2"
     parser = add_command(commands, "demo", "demo:run_demo", text, example, details, has_json=False)
@@ -191,13 +191,13 @@ def _launch(commands: Any) -> None:
 
 
 def _sweep(commands: Any) -> None:
-    text = "try many values of a program's arguments, and find the best ones"
+    text = "find the best values of a program's arguments"
     details = "The same command continues a sweep that was killed."
-    example = 'phalanx sweep train.py --search "lr=log:1e-5:1e-2 width=64,128" --metric val_loss'
+    example = 'phalanx sweep train.py --search "lr=log:1e-5:1e-2 width=4,8" --metric loss'
     parser = add_command(
         commands, "sweep", "sweep:run_sweep", text, example, details, needs="optuna>=4", takes_program=True
     )
-    parser.usage = "phalanx sweep PROGRAM --search SPACE --metric NAME [options] [-- ARGUMENTS]"
+    parser.usage = "phalanx sweep PROGRAM --search SPACE --metric NAME [options] [-- ...]"
     parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=21)
     add = parser.add_argument
     add("--search", action="append", required=True, metavar="SPACE", help="values to try, as in the example")
@@ -215,11 +215,11 @@ def _sweep(commands: Any) -> None:
 
 
 def _try(commands: Any) -> None:
-    text = "run a program within a time, and compare it with earlier runs"
+    text = "run a program within a time, and judge it by earlier runs"
     details = "Made for programs that change a script and need a verdict: give --json."
     example = "phalanx try train.py --budget 5m --metric val_loss --seeds 3 --json"
     parser = add_command(commands, "try", "try_program:try_program", text, example, details, takes_program=True)
-    parser.usage = "phalanx try PROGRAM --budget TIME --metric NAME [options] [-- ARGUMENTS]"
+    parser.usage = "phalanx try PROGRAM --budget TIME --metric NAME [options] [-- ...]"
     parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=21)
     add = parser.add_argument
     add("target", metavar="PROGRAM", help="a script or a configuration file")
@@ -326,7 +326,7 @@ def _compare(commands: Any) -> None:
 
 
 def _schema(commands: Any) -> None:
-    text = "print the JSON Schema of what a command prints with --json"
+    text = "print the JSON Schema of a command's --json"
     parser = add_command(
         commands, "schema", "json_schemas:show_schema", text, "phalanx schema checkpoint list", has_json=False
     )
@@ -406,7 +406,7 @@ def _convert(verbs: Any) -> None:
 
 
 def _rewind(commands: Any) -> None:
-    text = "make a run continue from an earlier step, without some of its data"
+    text = "continue a run from an earlier step, without some data"
     details = "Newer checkpoints are set aside. fit(..., ckpt_path='auto') continues the run."
     example = "phalanx rewind version_3 --skip 801:806"
     parser = add_command(commands, "rewind", "rewind:rewind_run", text, example, details)

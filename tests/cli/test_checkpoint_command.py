@@ -137,7 +137,7 @@ def test_consolidate(tmp_path: Path, run: Any) -> None:
     assert (done.code, done.out) == (0, f"wrote {out}\n")
     assert torch.equal(load_file(out)["weight"], checkpoint.weights(path)["weight"].bfloat16())
     done = run("consolidate", path, tmp_path / "many", "--max-shard-size", "16B", "--section", "optimizer", "--json")
-    assert json.loads(done.out) == {"path": str(tmp_path / "many")}
+    assert json.loads(done.out) == {"schema": 1, "path": str(tmp_path / "many")}
     assert (tmp_path / "many" / "optimizer.safetensors.index.json").exists()
     assert run("consolidate", damaged(tmp_path / "b.ckpt"), tmp_path / "no").code == 65
     assert not (tmp_path / "no").exists()
