@@ -115,9 +115,10 @@ class HarnessTasks:
         Raises:
             ConfigurationError: there is no such task, no tokenizer, or the ranks divide sequences or layers.
         """
-        if dividing := sorted(_DIVIDING.intersection(trainer.strategy.degrees.used)):
+        degrees = trainer.strategy.degrees
+        if dividing := sorted(_DIVIDING.intersection(degrees.used)):
             raise ConfigurationError(
-                f"{self.path.name} with {trainer.strategy.degrees}: tasks of lm-evaluation-harness need the logits of "
+                f"{self.path.name} with {degrees}: tasks of lm-evaluation-harness need the logits of "
                 f"whole sequences, which no rank has under {' and '.join(dividing)}. Evaluate the checkpoints with "
                 "`phalanx eval`."
             )
@@ -133,13 +134,13 @@ class HarnessTasks:
         All generators of random numbers are seeded.
         """
         self.load(trainer, module)
-        run = trainer.run
+        run, strategy = trainer.run, trainer.strategy
 
         def tick() -> None:
             if run is not None:
                 run.heartbeat.phase[0] += 1
 
-        ranks = Ranks(trainer.world, trainer.strategy.traits.forward_has_collectives, tick)
+        ranks = Ranks(trainer.world, strategy.traits.forward_has_collectives, tick)
         model = CausalModel(module, self._tokenizer, ranks, self.batch_size, self.max_length)
         _seed()
         with _quiet():

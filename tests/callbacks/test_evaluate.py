@@ -62,7 +62,8 @@ def mean_logit(trainer: Any, module: Any) -> dict[str, Any]:
     assert not torch.is_grad_enabled()
     torch.rand(3)
     module.calls = getattr(module, "calls", 0) + 1
-    return {"logit": module(tokens).logits.mean(), "step": trainer.global_step}
+    ranks = module.all_gather(torch.tensor(float(trainer.global_rank)))
+    return {"logit": module(tokens).logits.mean(), "step": trainer.global_step, "ranks": ranks.sum()}
 
 
 def with_and_without(strategy: str) -> tuple[Any, Any, dict[str, float], list[int]]:
@@ -86,7 +87,7 @@ def test_a_function_evaluates_without_effect_on_the_training(strategy: str) -> N
     (plain, evaluated, metrics, steps), other = run_on_ranks(2, with_and_without, strategy)
     assert torch.equal(plain, evaluated)
     assert steps == other[3] == [2, 4, 6]
-    assert metrics["eval/step"] == 6
+    assert (metrics["eval/step"], metrics["eval/ranks"]) == (6, 1)
     model = causal().eval()
     torch.nn.utils.vector_to_parameters(evaluated, model.parameters())
     tokens = torch.randint(3, 20, (2, 4), generator=torch.Generator().manual_seed(1))
