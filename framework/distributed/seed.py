@@ -12,8 +12,8 @@ from torch import Tensor
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
 from ..core.position_rng import mix_seed, seed_generators
-from .devices import taken_device
 from ..system.environment import assigned_run
+from .devices import taken_device
 from .world import placement
 
 _MAX_SEED = 2**32 - 1
