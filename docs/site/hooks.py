@@ -84,10 +84,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-def _nav(entries: list[Entry]) -> list[dict[str, Any]]:
+def _nav(entries: list[Entry]) -> list[Any]:
     """Return the navigation of a section, in which the classes of a module are below it."""
     modules = {each.title: each.path for each in module_entries()}
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
     below = found
     for each in entries:
         if each.title in modules:

@@ -62,7 +62,9 @@ def whole_code(file: Path) -> str:
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     known = {(_module(node), each.name) for node in imports for each in node.names}
     first = min(node.lineno for node in imports)
-    added, definitions, left = [], [], lines[first - 1 : imports[-1].end_lineno]
+    added: list[str] = []
+    definitions: list[str] = []
+    left = lines[first - 1 : imports[-1].end_lineno]
     for node in reversed(imports):
         beside = file.with_name(f"{_module(node)}.py")
         if beside.is_file():
@@ -112,7 +114,7 @@ def _defined(node: ast.stmt) -> list[str]:
 
 def _first_line(node: ast.stmt, lines: list[str]) -> int:
     """Return the line in which a definition begins, with its decorators and the comment above it."""
-    line = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+    line: int = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
     while line > 1 and lines[line - 2].startswith("#"):
         line -= 1
     return line
