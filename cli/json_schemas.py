@@ -87,6 +87,12 @@ SCHEMAS: dict[str, Any] = {
             "ranks": (["object"], "null"),
         }],
     },
+    "eval": {
+        "schema": 1, "path": "string",
+        "evaluations": [{
+            "step": "integer", "checkpoint": "string", "tasks": "string", "values": "object", "time": "number",
+        }],
+    },
     "compare": {
         "schema": 1, "runs": ["string"], "settings": _PAIRS, "results": _PAIRS, "metrics": _PAIRS,
     },

@@ -34,6 +34,9 @@ class Model(TrainModule):
         return self.net(batch).mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def evaluated(trainer, module):
+    return {"parameters": len(list(module.parameters()))}
 """
 READING = {
     "runs": ["."],
@@ -41,6 +44,7 @@ READING = {
     "report": ["good"],
     "why": ["failed"],
     "data": ["real", "--step", "3"],
+    "eval": ["real", "--function", "planned_model:evaluated"],
     "compare": ["good", "failed"],
     "plan": ["planned_model:Model"],
     "doctor": ["."],
