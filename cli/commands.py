@@ -144,15 +144,17 @@ def _stages(commands: Any) -> None:
 
 
 def _evaluate(commands: Any) -> None:
-    text = "evaluate the checkpoints of a run beside it, and record the results"
+    text = "evaluate the checkpoints of a run, also while it trains"
     details = "Each checkpoint is evaluated once. The results are in the report of the run."
     example = "phalanx eval version_3 --tasks tasks.yaml --watch"
     parser = add_command(commands, "eval", "evaluate_run:evaluate_checkpoints", text, example, details)
+    parser.usage = "phalanx eval [options] [RUN]"
+    parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
     add = parser.add_argument
-    add("given_run", metavar="RUN", nargs="?", help="a run's directory or name (default: the newest below here)")
+    add("given_run", metavar="RUN", nargs="?", help="a run (default: the newest below here)")
     add("--tasks", metavar="FILE", help="a YAML file with tasks of lm-evaluation-harness")
     add("--function", metavar="MODULE:NAME", help="or a function of a Trainer and a module")
-    add("--module", metavar="MODULE:CLASS", help="the module's class (default: as the checkpoint names it)")
+    add("--module", metavar="MODULE:CLASS", help="the module's class (default: by the checkpoint)")
     add("--average", metavar="NAME", help="an average of the weights, such as ema")
     add("--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU, if there is one)")
     add("--watch", action="store_true", help="wait for further checkpoints until the run ends")
@@ -162,7 +164,7 @@ def _evaluate(commands: Any) -> None:
 
 
 def _launch(commands: Any) -> None:
-    text = "run a script with its arguments on several ranks or nodes, or as a job"
+    text = "run a script on several ranks or nodes, or as a job"
     example = "phalanx launch -n 8 --nodes 2 --node-rank 0 --rdzv host-a:29500 train.py"
     parser = add_command(commands, "launch", "launch:run_or_write", text, example, has_json=False)
     parser.usage = "phalanx launch [options] SCRIPT ..."

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.framework.system.environment import variables_set
 
 _CHARACTERS = ["<eos>", "<pad>", "<unk>", *"abcdefghijklmnop qrstuvw?.:\n"]
-_METRICS = {
+_METRICS: dict[str, Any] = {
     "choice": ("multiple_choice", "{{question}}", "{{gold}}", ["acc", "acc_norm"], {"doc_to_choice": "{{choices}}"}),
     "rolling": ("loglikelihood_rolling", "", "{{text}}", ["word_perplexity", "bits_per_byte"], {}),
     "texts": (

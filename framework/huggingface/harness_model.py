@@ -197,7 +197,7 @@ class CausalModel:
         found = generate(
             input_ids=rows, attention_mask=mask, stopping_criteria=criteria, pad_token_id=padding, **options
         )
-        return found[:, longest:].tolist()  # type: ignore[no-any-return]
+        return found[:, longest:].tolist()
 
     def _greedy(
         self, contexts: Sequence[Sequence[int]], count: int, stops: Sequence[str], options: Mapping[str, Any]
