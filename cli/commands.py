@@ -146,7 +146,7 @@ def _stages(commands: Any) -> None:
 
 
 def _evaluate(commands: Any) -> None:
-    text = "evaluate the checkpoints of a run, and record the results"
+    text = "evaluate the checkpoints of a run, also while it trains"
     details = "Each checkpoint is evaluated once. The results are in the report of the run."
     example = "phalanx eval version_3 --tasks tasks.yaml --watch"
     parser = add_command(commands, "eval", "evaluate_run:evaluate_checkpoints", text, example, details)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..api.contracts import TrainerView
 
-LIBRARY, REQUIREMENT = "lm_eval", "lm_eval>=0.4.13,<0.5"
+LIBRARY, REQUIREMENT = "lm_eval", "lm-eval>=0.4.13,<0.5"
 # Those that lm-evaluation-harness sets by default, so that results are equal to those of its own command.
 _SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
 # Axes over which the ranks divide sequences or layers: no rank has the logits of a whole sequence.
