@@ -19,7 +19,7 @@ from ..distributed.collective_errors import on_all_ranks
 from ..distributed.world import World
 from ..storage.cached_url import local_place, url_of
 from ..storage.mirror import refreshed
-from ..storage.remote_file import RemoteFile, download_file
+from ..storage.remote_file import RemoteFile, download_file, whole_file
 from . import codec
 from .manifest import (
     JSON,
@@ -124,8 +124,12 @@ class Checkpoint:
         """Return all tensors of a section; tied names share one tensor."""
         records = [record for record in self._section(section).values() if not isinstance(record, str)]
         for file in sorted({part.file for record in records for part in record.parts}):
+            if len(self._files) == _MAX_OPEN_FILES:
+                break
             # From a bucket, one request for a whole file takes less time than many for its ranges.
-            download_file(self.path / file)
+            with whole_file(self.path / file) as copy:
+                if copy is not None:
+                    self._files[file] = self._opened(file, copy)
         owners = self.aliases(section)
         found: dict[str, Tensor] = {}
         for name in self.names(section):
@@ -269,12 +273,16 @@ class Checkpoint:
             return self._files[name]
         while len(self._files) >= _MAX_OPEN_FILES:
             self._files.popitem(last=False)
+        self._files[name] = self._opened(name, self.path / name)
+        return self._files[name]
+
+    def _opened(self, name: str, path: Path) -> PlainFile | RemoteFile:
         try:
-            self._files[name] = open_tensor_file(self.path / name, self.manifest.files[name])
+            file = open_tensor_file(path, self.manifest.files[name])
         except CheckpointError as error:
             raise self._refused(str(error)) from error
         self._seen.add(name)
-        return self._files[name]
+        return file
 
     def _refused(self, problem: str) -> CheckpointError:
         if was_replaced(self.path, self.manifest):

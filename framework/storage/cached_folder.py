@@ -78,6 +78,8 @@ class CachedFolder:
         self._before_manifest = before_manifest
         self._below = "" if path == root else path.relative_to(root).as_posix() + "/"
         self._entries: dict[str, Entry] = {}
+        self._put: dict[str, set[str]] = {}
+        """The objects of tensor files that were uploaded here, by checkpoint. A list may be too old to have them."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             known = json.loads((path / RECORD).read_bytes())
             self._entries = {name: Entry(**entry) for name, entry in known.items()}
@@ -167,6 +169,7 @@ class CachedFolder:
                 known = self._store.version(target) if was_begun else None
                 if known is None or known[1] != size:
                     self._store.put(target, Path(f"/dev/fd/{handle.fileno()}"))
+                self._put.setdefault(name, set()).add(target)
         if not self._is_first:
             entry.version, entry.state, entry.pending = "", checksum, ""
             self._write()
@@ -225,10 +228,12 @@ class CachedFolder:
     def _delete_others(self, name: str, keep: str = "") -> None:
         """Delete the tensor files of a checkpoint that do not belong to the manifest with the checksum ``keep``."""
         own = f"{self._below}{name}/"
-        others = [each for each in self._store.list(own[:-1]) if _is_tensor_file(each)]
-        others = [each for each in others if not keep or not each.startswith(f"{own}{keep}/")]
-        if others:
-            self._store.delete(others)
+        found = {each for each in self._store.list(own[:-1]) if _is_tensor_file(each)} | self._put.pop(name, set())
+        kept = {each for each in found if keep and each.startswith(f"{own}{keep}/")}
+        if kept:
+            self._put[name] = kept
+        if found - kept:
+            self._store.delete(sorted(found - kept))
 
     def evict(self, keep: int) -> None:
         """Delete the local tensor files of all but the newest ``keep`` checkpoints, as far as they are uploaded."""

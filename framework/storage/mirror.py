@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..core.errors import StorageError
@@ -103,6 +103,10 @@ class Mirror:
         self._ended.set()
         self._wake.set()
         self._thread.join(None if is_done else 1.0)
+        if is_done and self._own is not None and self._is_first:
+            # The list at the start may have been older than what a killed upload had left. It is no reason to fail.
+            with suppress(OSError):
+                delete_unfinished(self._own, self._roots[self._own])
         for handle in self._locks:
             unlock(handle)
         if not is_done:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..core.errors import CheckpointError, StorageError
@@ -78,22 +79,43 @@ def remote_file(path: Path) -> RemoteFile | None:
 
 def download_file(path: Path) -> None:
     """Download a tensor file of a checkpoint into the cache, if it is in the bucket alone and the disk has room."""
-    if path.exists() or (found := _object_of(path)) is None:
-        return
-    store, name = found
-    # What fails here is read from the bucket, or says why it cannot be.
-    with contextlib.suppress(OSError):
-        known = store.version(name)
-        if known is None or shutil.disk_usage(path.parent).free < known[1] + _SPARE_BYTES:
-            return
-        # Beside the checkpoint: in it, a reader would find a file that no checkpoint has.
-        temporary = hidden_sibling(path.parent.with_name(path.name), "tmp")
-        try:
-            store.download(name, temporary)
-            if temporary.stat().st_size == known[1]:
-                temporary.replace(path)
-        finally:
+    with whole_file(path) as temporary, contextlib.suppress(OSError):
+        if temporary is not None:
+            temporary.replace(path)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path | None]:
+    """Yield a copy of a tensor file that is in the bucket alone, which is deleted afterwards; None if there is none."""
+    temporary: Path | None = None
+    try:
+        # What fails here is read from the bucket, or says why it cannot be.
+        with contextlib.suppress(OSError):
+            temporary = _downloaded(path)
+        yield temporary
+    finally:
+        if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def _downloaded(path: Path) -> Path | None:
+    if path.exists() or (found := _object_of(path)) is None:
+        return None
+    store, name = found
+    known = store.version(name)
+    if known is None or shutil.disk_usage(path.parent).free < known[1] + _SPARE_BYTES:
+        return None
+    # Beside the checkpoint: in it, a reader would find a file that no checkpoint has.
+    temporary = hidden_sibling(path.parent.with_name(path.name), "tmp")
+    try:
+        store.download(name, temporary)
+        is_whole = temporary.stat().st_size == known[1]
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if not is_whole:
+        temporary.unlink(missing_ok=True)
+    return temporary if is_whole else None
 
 
 def _object_of(path: Path) -> tuple[Store, str] | None:

@@ -194,6 +194,19 @@ def test_a_machine_that_was_killed_goes_on_with_its_own(tmp_path: Path, store: W
     assert store.read("metrics.csv") == b"1\n2\n"
 
 
+def test_what_is_replaced_is_deleted_though_lists_are_old(tmp_path: Path, store: Watched) -> None:
+    here, old = tmp_path / "here", store.list()
+    store.list = lambda below="": dict(old)  # type: ignore[method-assign]
+    folder = CachedFolder(here, store, here)
+    for number in (1, 2, 3):
+        save(here, "last.ckpt", number)
+        folder.upload()
+    delete(here, "last.ckpt")
+    save(here, "best.ckpt", 4)
+    folder.upload()
+    assert sorted(LocalStore.list(store)) == [f"best.ckpt/{4:016x}/{TENSORS}", f"best.ckpt/{MANIFEST}"]
+
+
 def test_tensors_that_are_not_uploaded_stay_on_the_disk(tmp_path: Path, store: Watched) -> None:
     here = tmp_path / "here"
     folder = CachedFolder(here, store, here)
