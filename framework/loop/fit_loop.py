@@ -107,22 +107,22 @@ class FitLoop:
             self.plan.validation.transfer = transfer
 
     def _count_units(self, step: AutomaticStep | ManualStep, has_samples: bool) -> None:
-        """Count the tokens or samples of each step, if it is free, or if a limit or an interval needs them."""
+        """Count the tokens or samples of each step, if a limit or an interval needs them."""
         progress, unit = self.run.progress, self.run.meter.unit
         intervals = [each for callback in self.run.callbacks for each in callback.counted_intervals]
         for each in intervals:
             each.check_unit(unit, f"the interval {str(each)!r} of a callback")
         is_needed = self.plan.counted or any(each.unit in COUNTED for each in intervals)
-        units = window_units(step, has_samples, is_needed)
-        if units is None or (progress.unit not in ("", unit) and progress.global_batch):
-            progress.units = None
-        if is_needed and progress.units is None:
+        if not is_needed:
+            progress.units, progress.unit = None, ""
+            return
+        if progress.units is None or (progress.unit not in ("", unit) and progress.global_batch):
             raise CheckpointError(
                 f"this fit counts {unit} for a limit or an interval, and the checkpoint that it resumes from has no "
                 "count of them: give the limits and intervals in steps, epochs or time."
             )
-        progress.unit = "" if progress.units is None else unit
-        step.window_units = None if progress.units is None else units
+        progress.unit = unit
+        step.count_units(progress.units, window_units(step, has_samples))
 
     def reload_data(self, every: int, training: Callable[[], None], validation: Callable[[], None]) -> None:
         """Call ``training`` at the start of every ``every``-th epoch, and ``validation`` before the next validation."""

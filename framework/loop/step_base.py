@@ -61,8 +61,8 @@ class TrainingStep:
         # For the first windows in which this rank has data; then the step is routed again, without it.
         self.flop_count = run.meter.flop_count
         self.counted_windows = 1
-        self.window_units: Callable[[], float] | None = None
-        """Returns the tokens or samples of a window over all ranks; None where they are not counted."""
+        self.advance_trained = self.advance
+        """Counts a window that was trained: its batches, and its tokens or samples after ``count_units``."""
         self.pace = run.triggers.pace
         self.pace.forward_counts = not self.strategy.traits.forward_has_collectives
 
@@ -83,12 +83,21 @@ class TrainingStep:
         """Return the user's step."""
         return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
 
-    def advance_trained(self, consumed: int) -> None:
-        """Count a window that was trained: its tokens or samples, where they are counted, and its batches."""
-        if self.window_units is not None:
-            # The counter of a run that counts them is a number.
-            self.progress.units += self.window_units()  # type: ignore[operator]
-        self.advance(consumed)
+    def count_units(self, units: float, window_units: Callable[[], float]) -> None:
+        """Count tokens or samples from now on.
+
+        Args:
+            units: those that the run has trained before.
+            window_units: returns those of a window over all ranks.
+        """
+        progress, advance = self.progress, self.advance
+        progress.units = units
+
+        def advance_counted(consumed: int) -> None:
+            progress.units = (progress.units or 0.0) + window_units()
+            advance(consumed)
+
+        self.advance_trained = advance_counted
 
     def advance(self, consumed: int) -> None:
         """Count the batches of a window, whose update has been counted, and record the next position."""

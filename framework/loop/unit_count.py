@@ -9,20 +9,16 @@ from .automatic_step import AutomaticStep
 from .manual_step import ManualStep
 
 
-def window_units(step: AutomaticStep | ManualStep, has_samples: bool, is_needed: bool) -> Callable[[], float] | None:
+def window_units(step: AutomaticStep | ManualStep, has_samples: bool) -> Callable[[], float]:
     """Return a function that returns the tokens or samples of the window that has just run, summed over the ranks.
 
     Where they are the weights of the micro-batches, the control reduction of the step has summed them already. It is
     the only step that knows them in time: those of the meter travel with the next step. Otherwise each step has a
-    reduction of its own, which is collective, so they are counted only if an interval needs them.
+    reduction of its own, which is collective.
 
     Args:
         step: the step of the fit.
         has_samples: whether micro-batches are weighed by their samples, as those of a global batch are.
-        is_needed: whether a limit or an interval is in tokens or samples.
-
-    Returns:
-        None if they are not counted.
     """
     run, world = step.run, step.run.world
     meter = run.meter
@@ -37,7 +33,7 @@ def window_units(step: AutomaticStep | ManualStep, has_samples: bool, is_needed:
         copies = world.size // world.data_size
         if isinstance(step, AutomaticStep) and has_samples:
             return _by_weights(step, world.size / copies)
-    return (lambda: _reduced(run) / copies) if is_needed else None
+    return lambda: _reduced(run) / copies
 
 
 def _by_weights(step: AutomaticStep, factor: float) -> Callable[[], float]:
