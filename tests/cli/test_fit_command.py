@@ -231,7 +231,7 @@ def test_the_help_fits_a_screen(project: Path, stage: str) -> None:
             "fit train.py --trainer.max_epoch 3",
             "'--trainer.max_epoch' is not known. Did you mean '--trainer.max_epochs'?",
         ),
-        ("fit train.py --trainer.max_epochs x", "max_epochs='x' must be a whole number of at least -1."),
+        ("fit train.py --trainer.max_epochs x", "max_epochs='x': give a number and its unit, such as '2 epochs'."),
         ("fit train.py --trainer.strategy dpp", "strategy='dpp' is not known. Did you mean 'ddp'?"),
         ("fit train.py --trainer.devices", "'--trainer.devices' needs a value: --trainer.devices=VALUE."),
         ("fit train.py --devices 2", "'--devices' is not an option for scripts. Did you mean '--trainer.devices'?"),
