@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
     """A parser without abbreviations that reports an error in one sentence with the closest match: exit code 78."""
 
     takes_program = False
-    """Whether what follows ``--`` are the arguments of a program, in ``arguments`` of the result."""
+    """Whether the command takes the arguments of a program after ``--``; they are in ``arguments`` of the result."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**{**arguments, "allow_abbrev": False})

@@ -89,7 +89,7 @@ class _Sweep:
     count: int
     directory: Path
     identity: dict[str, Any]
-    """What makes another sweep if it is another."""
+    """The settings that identify a sweep: with other ones it is a new sweep."""
 
     @classmethod
     def of(cls, given: argparse.Namespace) -> _Sweep:

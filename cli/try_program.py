@@ -74,7 +74,7 @@ class _Trial:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What makes runs those of one configuration, but for their seeds."""
+        """The settings that runs of one configuration share. Their seeds may differ."""
         target = Path(self.program.target)
         return {
             "target": str(target.absolute()), "code": code_digest(target), "arguments": [*self.program.arguments],

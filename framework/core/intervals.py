@@ -139,7 +139,7 @@ class Interval:
 
 
 class Boundaries(Protocol):
-    """What ``Due`` reads of a Trainer."""
+    """The attributes of a Trainer that ``Due`` uses."""
 
     @property
     def progress(self) -> Progress: ...

@@ -37,7 +37,7 @@ class Progress:
     units: float | None = 0.0
     """Tokens or samples of all ranks that were trained in the whole run; None in a run that does not count them."""
     unit: str = ""
-    """What ``units`` counts, ``"tokens"`` or ``"samples"``."""
+    """The unit of ``units``: ``"tokens"`` or ``"samples"``."""
 
     published: int = 0
     """``global_step`` at which step values were last sent to the loggers."""

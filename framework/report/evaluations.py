@@ -37,7 +37,7 @@ class Evaluation:
     checkpoint: str
     """The name of the checkpoint."""
     tasks: str
-    """What was evaluated: the name of a file of tasks, or of a function."""
+    """The name of the file of tasks or of the function."""
     values: dict[str, float]
     time: float = field(default_factory=time.time)
     """When it was evaluated, in seconds since 1970."""

@@ -27,7 +27,7 @@ class Judgement:
     noise: float | None
     """The largest difference that the noise of seeds explains, at 95 percent; None if it is not known."""
     sentence: str
-    """What the verdict rests on."""
+    """The reason for the verdict."""
 
 
 def judge(new: Mapping[int, float], old: Mapping[int, float], mode: str) -> Judgement:

@@ -132,7 +132,7 @@ def values_of_files(directory: Path) -> RunValues:
 
 
 class RunCollector:
-    """Collects the values of a run anew for each request.
+    """Reads the values of a run for each request.
 
     Args:
         read: returns the values.

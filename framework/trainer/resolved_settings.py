@@ -65,7 +65,7 @@ class Settings:
     profiler: Profiler
     memory: ActivationMemory | None
     notify: tuple[str, ...]
-    """Where the events of fits are sent."""
+    """The addresses to which the events of a fit are sent."""
 
     @property
     def barebones(self) -> bool:

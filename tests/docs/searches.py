@@ -1,4 +1,4 @@
-"""What the search of the site answers, by the algorithm of its page, on the index that the page loads."""
+"""The search of the site: the index that a page loads, ranked as the script of the page ranks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Linux alone has may be missing: every module is imported, and a fit runs, without it, as on macOS."""
+"""On macOS, where functions of Linux are missing, every module is imported and a fit runs. Linux stands in for it."""
 
 from __future__ import annotations
 
