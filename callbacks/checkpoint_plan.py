@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from ..framework.core.errors import ConfigurationError, is_count
-from ..framework.core.intervals import Interval
+from ..framework.core.intervals import COUNTED, Interval
 from ..framework.core.wording import counted
 from ..framework.report.values import span_text
 
@@ -86,13 +86,9 @@ class SaveSchedule:
             )
         elif every is not None:
             found = Interval.parse(every, owner="ModelCheckpoint")
-            if found.unit == "steps":
-                every_n_train_steps = int(found.number)
-            elif found.unit == "epochs":
-                every_n_epochs = int(found.number)
-            elif found.unit == "seconds":
-                train_time_interval = timedelta(seconds=found.number)
-            else:
+            every_n_train_steps, every_n_epochs = found.number_of("steps"), found.number_of("epochs")
+            train_time_interval = found.time
+            if found.unit in COUNTED:
                 self.units, every_n_epochs = found, 0
         unruled = every_n_train_steps is None and every_n_epochs is None and train_time_interval is None
         self.steps = every_n_train_steps or 0

@@ -10,14 +10,12 @@ from torch.optim import Optimizer
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError
-from ..framework.core.intervals import Due, Interval
+from ..framework.core.intervals import WITHIN_EPOCHS, Due, Interval
 from ..framework.core.optimizer_config import parameters_of
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-
-_UNITS = ("steps", "tokens", "samples", "seconds")
 
 
 class GradientNormMonitor(Callback):
@@ -41,7 +39,7 @@ class GradientNormMonitor(Callback):
                 f"GradientNormMonitor(norm_type={norm_type!r}): give a positive number, or float('inf')."
             )
         self.norm_type = float(norm_type)
-        self._given = None if every is None else Interval.parse(every, owner="GradientNormMonitor", units=_UNITS)
+        self._given = None if every is None else Interval.parse(every, owner="GradientNormMonitor", units=WITHIN_EPOCHS)
         self.counted_intervals = () if self._given is None else (self._given,)
         self._due: Due | None = None
         self._is_due = False

@@ -16,7 +16,7 @@ from ..framework.api.callback import Callback, in_call_order
 from ..framework.core.absent_names import lacks, must_be_none
 from ..framework.core.errors import ConfigurationError, is_count
 from ..framework.core.foreign_names import MEMBERS
-from ..framework.profiling.meter import Interval
+from ..framework.profiling.meter import SpeedInterval
 from ..framework.system.console import is_notebook
 from ..framework.system.environment import moves_cursor, progress_choice
 from .epoch_table import Best, EpochRow, EpochTable, shown_metrics
@@ -75,8 +75,8 @@ class ProgressBar(Callback):
         self._next_look = _NEVER
         self._skips_batches = False
         """Whether a resumed epoch has begun whose first batches are skipped before the others are trained."""
-        self._throughput: Interval | None = None
-        self._epoch_throughput: Interval | None = None
+        self._throughput: SpeedInterval | None = None
+        self._epoch_throughput: SpeedInterval | None = None
         self._throughput_text: list[str] = []
         self._table = EpochTable(Best())
         self._ending = Ending(0, UNKNOWN)
@@ -186,8 +186,8 @@ class ProgressBar(Callback):
         last = trainer.max_epochs
         label = f"epoch {trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
         self._frames.clear()
-        self._throughput, self._throughput_text = Interval(trainer.run.meter, _THROUGHPUT_SECONDS), []
-        self._epoch_throughput = Interval(trainer.run.meter)
+        self._throughput, self._throughput_text = SpeedInterval(trainer.run.meter, _THROUGHPUT_SECONDS), []
+        self._epoch_throughput = SpeedInterval(trainer.run.meter)
         self._epoch_began = time.monotonic()
         done = trainer.progress.batch_in_epoch
         self._begin(label, trainer.num_training_batches, done)

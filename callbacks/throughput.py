@@ -9,14 +9,12 @@ from ..framework.api.callback import Callback
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.foreign_names import MEMBERS
-from ..framework.core.intervals import Due, Interval
-from ..framework.profiling.meter import Interval as SpeedInterval
+from ..framework.core.intervals import WITHIN_EPOCHS, Due, Interval
+from ..framework.profiling.meter import SpeedInterval
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-
-_UNITS = ("steps", "tokens", "samples", "seconds")
 
 
 @lacks(MEMBERS["ThroughputMonitor"])
@@ -44,7 +42,7 @@ class ThroughputMonitor(Callback):
     ) -> None:
         self.batch_size_fn = batch_size_fn
         self.length_fn = length_fn
-        self._given = None if every is None else Interval.parse(every, owner="ThroughputMonitor", units=_UNITS)
+        self._given = None if every is None else Interval.parse(every, owner="ThroughputMonitor", units=WITHIN_EPOCHS)
         self.counted_intervals = () if self._given is None else (self._given,)
         self._due: Due | None = None
         self._every = 1

@@ -16,6 +16,7 @@ from ..framework.api.train_module import TrainModule
 from ..framework.checkpoint.inspection import candidates, furthest
 from ..framework.checkpoint.manifest import Manifest, read_manifest, run_of
 from ..framework.checkpoint.verify import first_incomplete, verify
+from ..framework.core.accelerators import accelerator_type, num_devices
 from ..framework.core.errors import CheckpointError, ConfigurationError, StorageError
 from ..framework.core.progress import Progress
 from ..framework.distributed.seed import seed_everything
@@ -171,14 +172,14 @@ def _device(given: str | None) -> torch.device:
         ConfigurationError: there is none of this name.
     """
     if given is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(accelerator_type() or "cpu")
     try:
         device = torch.device(given)
     except RuntimeError:
         raise ConfigurationError(f"--device {given}: give cpu, cuda or cuda:N.") from None
-    known = 1 if device.type == "cpu" else torch.cuda.device_count() if device.type == "cuda" else 0
+    known = 1 if device.type == "cpu" else num_devices(device.type)
     if (device.index or 0) >= known:
-        raise ConfigurationError(f"--device {given}: this machine has {torch.cuda.device_count()} CUDA devices.")
+        raise ConfigurationError(f"--device {given}: this machine has {num_devices('cuda')} CUDA devices.")
     return device
 
 

@@ -18,6 +18,8 @@ from .progress import Progress
 
 UNITS = ("steps", "epochs", "tokens", "samples", "seconds")
 """The units of intervals: optimizer steps, epochs, trained tokens or samples of all ranks, and seconds of time."""
+WITHIN_EPOCHS = ("steps", "tokens", "samples", "seconds")
+"""The units of intervals that may pass within an epoch."""
 COUNTED = ("tokens", "samples")
 """The units of which a run counts one, by the module's ``batch_weight``."""
 
@@ -114,6 +116,15 @@ class Interval:
             return f"{self.number} {self.unit[:-1] if self.number == 1 else self.unit}"
         form = next((form for form in ("d", "h", "min") if self.number % _SECONDS[form] == 0), "s")
         return f"{self.number / _SECONDS[form]:g} {form}"
+
+    @property
+    def time(self) -> timedelta | None:
+        """The time of an interval in seconds; None for another unit."""
+        return timedelta(seconds=self.number) if self.unit == "seconds" else None
+
+    def number_of(self, unit: str) -> int | None:
+        """Return the number of an interval whose unit is ``unit``, such as ``"steps"``; else None."""
+        return int(self.number) if self.unit == unit else None
 
     def count(self, progress: Progress) -> float:
         """Return how many of its units a run has completed. Not for seconds."""

@@ -196,7 +196,7 @@ class Meter:
         return peak_resident_bytes() if peak is None else peak
 
 
-class Interval:
+class SpeedInterval:
     """The speed of a meter since the previous reading.
 
     Args:

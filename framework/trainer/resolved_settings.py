@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
 from ..core.global_batch import GlobalBatch, resolve_global_batch
-from ..core.intervals import Interval
+from ..core.intervals import COUNTED, Interval
 from ..parallel.activation_memory import ActivationMemory, activation_memory
 from ..parallel.optimizer_step import check_clipping
 from ..profiling.profiler import Profiler
@@ -195,7 +195,7 @@ class _Limits(NamedTuple):
 def _limits(given: TrainerSettings, max_time: timedelta | None, duration: Interval | None) -> _Limits:
     """Return the limits of a fit, that of ``duration`` included."""
     epochs, steps = _number(given.max_epochs), _number(given.max_steps)
-    steps, units = -1 if steps is None else steps, None
+    steps = -1 if steps is None else steps
     if duration is None:
         if epochs is None and steps == -1 and max_time is None:
             epochs = _DEFAULT_EPOCHS
@@ -208,15 +208,12 @@ def _limits(given: TrainerSettings, max_time: timedelta | None, duration: Interv
         raise ConfigurationError(
             f"duration={str(duration)!r} and {same[0]}={same[1]} limit the same number: leave one of them out."
         )
-    if duration.unit == "epochs":
-        epochs = int(duration.number)
-    elif duration.unit == "steps":
-        steps = int(duration.number)
-    elif duration.unit == "seconds":
-        max_time = timedelta(seconds=duration.number)
-    else:
-        units = duration
-    return _Limits(epochs, steps, max_time, units)
+    return _Limits(
+        duration.number_of("epochs") or epochs,
+        duration.number_of("steps") or steps,
+        duration.time or max_time,
+        duration if duration.unit in COUNTED else None,
+    )
 
 
 def _number(value: int | str | None) -> int | None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from phalanx.callbacks import LambdaCallback, ProgressBar, ThroughputMonitor
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.metrics.log_arguments import batch_items
-from phalanx.framework.profiling.meter import Interval, Meter, SampleCount
+from phalanx.framework.profiling.meter import Meter, SampleCount, SpeedInterval
 from phalanx.framework.profiling.throughput import Throughput
 from phalanx.loggers import CSVLogger
 
@@ -176,7 +176,7 @@ def test_copies_of_the_same_data_count_once() -> None:
 def test_an_interval_covers_the_steps_since_the_last_reading() -> None:
     world: Any = SimpleNamespace(size=2, identical=1, device=torch.device("cpu"))
     meter = Meter(world)
-    interval = Interval(meter, least_seconds=1.0)
+    interval = SpeedInterval(meter, least_seconds=1.0)
     assert interval.take() is None
     for units in (6.0, 4.0):
         assert interval.take() is None
