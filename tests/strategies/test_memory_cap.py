@@ -52,33 +52,34 @@ strategies = {{
     ),
 }}
 trainer = Trainer(
-    accelerator="cpu", devices=2, strategy=strategies[strategy](), max_steps=2, logger=False,
+    accelerator="cpu", devices=3, strategy=strategies[strategy](), max_steps=2, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
-trainer.fit(Deep(), [torch.randn(2, {WIDTH}) for _ in range(4)])
+trainer.fit(Deep(), [torch.randn(2, {WIDTH}) for _ in range(6)])
 if trainer.is_global_zero:
     print("TRAINED", trainer.global_step)
 """
 
 
 def fit(strategy: str, path: Path, bytes_each: float) -> str:
-    """Train on two ranks with ``bytes_each`` bytes for each parameter of the whole model; return the output."""
+    """Train on three ranks with ``bytes_each`` bytes for each parameter of the whole model; return the output."""
     libraries = () if strategy == "ddp" else ("deepspeed",)
     return run_script(SCRIPT, strategy, str(path), str(bytes_each), timeout=110.0, libraries=libraries).stdout
 
 
-# AdamW in fp32 takes 16 bytes for each parameter (weight, gradient, two moments), and ddp's buckets 4 more. On two
-# ranks zero3-offload takes 12 and zero3-nvme 2; DeepSpeed itself up to 120 MB, which is 4.8 for each parameter of this
-# model.
+# AdamW in fp32 takes 16 bytes for each parameter (weight, gradient, two moments), and ddp's buckets 4 more. On three
+# ranks zero3-offload trains within 15 and zero3-nvme within 11, of which DeepSpeed itself takes up to 120 MB. The limits
+# leave 50 MB each way: machines differ in what they load, and a tighter one fails now and then.
 
 
 def test_ddp_does_not_fit(tmp_path: Path) -> None:
-    output = fit("ddp", tmp_path, 19)
-    # For that reason alone: the other strategies train within the same limit.
+    output = fit("ddp", tmp_path, 17)
+    # For that reason alone: zero3-offload trains within the same limit.
     assert "TRAINED" not in output
     assert "memory" in output.lower()
 
 
-@pytest.mark.parametrize(("strategy", "bytes_each"), [("zero3-offload", 19), ("zero3-nvme", 13)])
+@pytest.mark.parametrize(("strategy", "bytes_each"), [("zero3-offload", 17), ("zero3-nvme", 13)])
 def test_split_and_offloaded_state_fits(strategy: str, bytes_each: float, tmp_path: Path) -> None:
-    assert "TRAINED 2" in fit(strategy, tmp_path, bytes_each)
+    output = fit(strategy, tmp_path, bytes_each)
+    assert "TRAINED 2" in output, output
