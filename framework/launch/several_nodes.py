@@ -139,8 +139,9 @@ class SeveralNodes(Nodes):
     def agree(self, verdict: Verdict, supervisor: Supervisor) -> Verdict:
         """Return the verdict on the attempt on all nodes; ``verdict`` is that of this node."""
         assert self._record is not None
-        # Preempted ranks end by themselves.
-        is_consequence = self.others_ended() not in (None, *STOPPED)
+        # Preempted ranks end by themselves. A rank that was killed may be why those of the other node have failed: that
+        # node may have noticed first.
+        is_consequence = self.others_ended() not in (None, *STOPPED) and not supervisor.has_crashed
         self._record = self._record.ended(verdict, is_consequence)
         while self._seen.cause is None and not self._is_unreachable and self._over is None:
             if supervisor.has_to_leave:

@@ -77,6 +77,11 @@ class Supervisor:
         """Whether this process received SIGINT or SIGTERM."""
         return self._attempt.received is not None
 
+    @property
+    def has_crashed(self) -> bool:
+        """Whether a rank of the attempt died of a signal that the supervisor did not send."""
+        return bool(self._attempt.crashed)
+
     def begin_attempt(self, directory: str, first_rank: int = 0) -> None:
         """Remove the ranks that have ended; the next, from ``first_rank``, write their records into ``directory``."""
         before, self._attempt = self._attempt, Attempt(directory, first_rank)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -247,6 +249,29 @@ def test_a_failure_ends_the_ranks_of_the_other_node_in_its_attempt_alone(pair: S
     assert [launcher.nodes.others_ended() for launcher in pair.launchers] == [None, None]
     other.nodes.report_failure()
     wait_until(lambda: failing.nodes.others_ended() == 1)
+
+
+def test_a_killed_rank_is_the_cause_though_the_broken_connection_was_noticed_first(
+    pair: Several, tmp_path: Path
+) -> None:
+    noticing, killed = pair.launchers
+    noticing.nodes.report_failure()
+    wait_until(lambda: killed.nodes.others_ended() == 1)
+    rank = subprocess.Popen(["sleep", "60"])
+
+    def kill_and_look() -> int | None:
+        rank.kill()
+        os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+        return killed.nodes.others_ended()
+
+    killed.supervisor.begin_attempt(str(tmp_path), 1)
+    killed.supervisor.add(rank)
+    by_signal = killed.supervisor.watch(others_ended=kill_and_look)
+    assert by_signal.exit_code == 137
+    broken = Verdict(1, "RuntimeError: gloo/transport/tcp/pair.cc:534: closed by peer", failed=True, rank=0)
+    first, second = pair.all(lambda launcher: launcher.agree(broken if launcher is noticing else by_signal))
+    assert (first.exit_code, second.exit_code) == (137, 137)
+    assert first.message.startswith(f"node 1: rank 1 (pid {rank.pid}) was killed by SIGKILL")
 
 
 def test_a_node_decides_on_restarts_as_node_0_does(apart: Several) -> None:
