@@ -27,6 +27,9 @@ from .store import Store, open_store
 
 INTERVAL_SECONDS = 30.0
 """The time after which the files of a run are uploaded again, such as its metrics."""
+_PAUSE_SECONDS = 0.05
+"""The time between a change and its upload. The save that made the change still holds up a step, and an upload at once
+would compete with it for the interpreter: 1 to 5 ms more for each save."""
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 30.0
 ENDED_SECONDS, PREEMPTED_SECONDS, FAILED_SECONDS = 600.0, 60.0, 20.0
 """How long a run waits for what is not uploaded: one that has trained, without an answer of the service; one that was
@@ -64,6 +67,7 @@ class Mirror:
         self._is_first = is_first
         self._folders: dict[Path, CachedFolder] = {}
         self._wake = threading.Event()
+        self._is_closing = threading.Event()
         self._ended = threading.Event()
         self._problem: str | None = None
         self._rounds = 0
@@ -75,7 +79,7 @@ class Mirror:
         _mirrors.update(dict.fromkeys(self._roots, self))
 
     def changed(self) -> None:
-        """Upload now, on the thread."""
+        """Upload soon, on the thread."""
         self._wake.set()
 
     def close(self, seconds: float | None = None) -> None:
@@ -90,6 +94,7 @@ class Mirror:
         """
         for folder in self._roots:
             _mirrors.pop(folder, None)
+        self._is_closing.set()
         # The round that is under way may have begun before the last change.
         needed, began = self._rounds + 2, time.monotonic()
         while self._rounds < needed and self._thread.is_alive():
@@ -133,6 +138,7 @@ class Mirror:
             self._problem, wait = None, _FIRST_WAIT
             self._rounds += 1
             self._wake.wait(INTERVAL_SECONDS)
+            self._is_closing.wait(_PAUSE_SECONDS)
             self._wake.clear()
 
     def _upload(self) -> None:
