@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
 from operator import attrgetter
 
 import torch
@@ -41,15 +40,17 @@ def all_finite(tensors: list[Tensor]) -> bool:
     Uses the kernel of loss scaling: one call for all tensors, in a third of the time of sums. It multiplies by 1 in
     place, so the tensors must be dense and local to this rank.
     """
-    if not tensors:
-        return True
     if True not in map(_requires_grad, tensors):
-        found, one = _found_and_one(tensors[0].device)
+        # Those of the last call: to look a device up costs as much as the check of a small model.
+        found, one = _operands[-1]
         try:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
         except RuntimeError:
             # Complex tensors, overlapping memory, several devices, sparse tensors.
             found.zero_()
+            if tensors[0].device != found.device:
+                _use_operands(tensors[0].device)
+                return all_finite(tensors)
         else:
             if found.item() == 0.0:
                 return True
@@ -80,11 +81,14 @@ def scale_and_check(tensors: list[Tensor], factor: float) -> bool:
     return found.item() == 0.0
 
 
-@cache
-def _found_and_one(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a 0 for the result and a 1 to multiply by; cached, because creating them takes longer than the check."""
+def _use_operands(device: torch.device) -> None:
     with torch.inference_mode(False):
-        return torch.zeros((), device=device), torch.ones((), device=device)
+        _operands[:] = [(torch.zeros((), device=device), torch.ones((), device=device))]
+
+
+_operands: list[tuple[Tensor, Tensor]] = []
+"""A 0 for the result and a 1 to multiply by, on one device; kept, because creating them takes longer than the check."""
+_use_operands(torch.device("cpu"))
 
 
 def has_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:

@@ -15,6 +15,7 @@ from .schedules import OPTIONS, named_schedule
 from .split_optimizer import optimizers_in
 from .wording import a_type
 
+_ZERO_GRAD = Optimizer.zero_grad
 _FORMS = "an optimizer, a list of them, (optimizers, schedulers), or a dict with 'optimizer' and 'lr_scheduler'"
 
 
@@ -35,6 +36,19 @@ class SchedulerConfig:
     def needs_metric(self) -> bool:
         """Whether ``step`` must be called with the value of ``monitor``."""
         return isinstance(self.scheduler, ReduceLROnPlateau)
+
+
+def drop_gradients(optimizer: Optimizer) -> None:
+    """Set the gradients of an optimizer to None, as its ``zero_grad`` does, which is called if it is overridden.
+
+    torch's own opens a range of the profiler: 5 us, a quarter of what a step costs over plain torch.
+    """
+    if type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer):
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def resolve_optimizers(

@@ -24,18 +24,23 @@ def rank_parts(
     The parts of other ranks are not copied, which would cost time proportional to the number of ranks.
     """
     if isinstance(items, LazyItems):
-        for chunk in chunks(items, start, span):
-            begin, end = part_of(len(chunk), rank, size)
-            yield len(chunk), begin, chunk[begin:end]
-        return
+        return _lazy_parts(items, start, span, rank, size)
     begin, end = part_of(span, rank, size)
     rest = max(len(items) - start, 0) % span
     last = len(items) - rest
-    for first in range(start, last, span):
-        yield span, begin, items[first + begin : first + end]
-    if rest:
-        begin, end = part_of(rest, rank, size)
-        yield rest, begin, items[last + begin : last + end]
+    # Without a Python function that is resumed for each: 1 us of the step of a small model.
+    parts = map(slice, range(start + begin, last + begin, span), range(start + end, last + end, span))
+    whole = zip(itertools.repeat(span), itertools.repeat(begin), map(items.__getitem__, parts))
+    if not rest:
+        return whole
+    begin, end = part_of(rest, rank, size)
+    return itertools.chain(whole, [(rest, begin, items[last + begin : last + end])])
+
+
+def _lazy_parts(items: LazyItems, start: int, span: int, rank: int, size: int) -> Iterator[tuple[int, int, Any]]:
+    for chunk in chunks(items, start, span):
+        begin, end = part_of(len(chunk), rank, size)
+        yield len(chunk), begin, chunk[begin:end]
 
 
 def _every(

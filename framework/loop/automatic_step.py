@@ -80,6 +80,7 @@ class AutomaticStep(TrainingStep):
         self.passes = Passes(self.strategy, run.scaler, backward, self.before_backward, self.after_backward)
         reduces_each = bool(self.after_backward) and not self.reduces_after_window
         weigh = weighing(module, self.strategy.part)
+        self.has_backward_hooks = bool(self.before_backward or self.after_backward)
         self.batch_weight = weigh and self.meter.adding(weigh)
         self._use_filler(lockstep_filler(run, transfer, windows, reduces_each))
         self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
@@ -131,7 +132,9 @@ class AutomaticStep(TrainingStep):
         if loss is not None:
             self.loss_checks.note(loss)
             # One batch needs no weight; ``passes.mean_weight`` may be left over from an earlier window.
-            self.passes.contribute(loss if self.scaler is None else weighted(loss, 1.0, self.scaler))
+            loss = loss if self.scaler is None else weighted(loss, 1.0, self.scaler)
+            backward = self.passes.contribute if self.has_backward_hooks else self.passes.run_backward
+            backward(loss)
         self._update(loss is not None, self.guard.bad is not None, 1, index)
         self.run.in_window = False
         if self.batch_end and not self.epoch_skipped:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..api import overriding
+from ..core.optimizer_config import drop_gradients
 from ..core.proxy import Proxy
 from ..parallel.strategy import Strategy
 from ..run.overrides import StrategyOptimizer, is_overridden
@@ -70,7 +71,7 @@ class UserUpdate:
     def _zero_grad(self) -> Callable[[], None]:
         if not is_overridden("optimizer_zero_grad", self._module):
             if not overriding.is_overridden("zero_grad", self._strategy, Strategy):
-                return self._optimizer.zero_grad
+                return partial(drop_gradients, self._optimizer)
             return partial(self._strategy.zero_grad, self._optimizer)
         module, progress, optimizer = self._module, self._run.progress, self._for_user
         return lambda: module.optimizer_zero_grad(progress.epoch, progress.batch_in_epoch, optimizer)

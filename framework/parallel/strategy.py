@@ -30,6 +30,7 @@ from ..core.arguments import NamesArguments, NoArguments
 from ..core.degrees import Degrees, listed
 from ..core.errors import ConfigurationError
 from ..core.foreign_names import MEMBERS
+from ..core.optimizer_config import drop_gradients
 from ..core.precision import Precision
 from ..core.registry import STRATEGIES
 from ..distributed.world import World
@@ -338,7 +339,7 @@ class Strategy(NamesArguments, ABC):
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop the gradients of an optimizer's parameters before a window's first backward."""
-        optimizer.zero_grad()
+        drop_gradients(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
         """Apply the update; return whether it was applied. Collective.

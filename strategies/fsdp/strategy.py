@@ -332,7 +332,7 @@ class FSDPStrategy(Strategy):
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop gradients, also those that no backward pass has reduced yet."""
-        optimizer.zero_grad()
+        super().zero_grad(optimizer)
         if self._sharded is not None:
             self._sharded.drop_unreduced(optimizer)
             self._sharded.unused.forget()

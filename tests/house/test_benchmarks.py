@@ -64,7 +64,9 @@ def test_overheads_are_differences_within_a_round() -> None:
 def test_calls_of_phalanx_are_told_from_those_of_others() -> None:
     rows = {row[0]: row[1:] for row in step.calls(("raw", "phalanx Fabric")).rows}
     assert rows["raw"][1] == "0"
-    assert 0 < int(rows["phalanx Fabric"][1]) <= int(rows["phalanx Fabric"][0]) - int(rows["raw"][0]) + 1
+    every, own = map(int, rows["phalanx Fabric"])
+    # Those of torch are in both; phalanx leaves a few of them out.
+    assert 0 < own < every - int(rows["raw"][0]) / 2
 
 
 def test_a_table_is_written_between_its_marks(tmp_path: Path) -> None:
