@@ -32,7 +32,7 @@ from ..framework.parallel.meta_device import share_buffers, share_tensors
 from ..framework.parallel.strategy import Recovery, Routed, StepAdapter, StepFunction, Strategy, Traits
 from ..framework.parallel.zero_backward import zero_loss
 from .context import ContextParallel
-from .context.sharing import NO_COMPILING, attention_of, sharing_sequences
+from .context.sharing import NO_COMPILING, sharing_sequences
 from .fsdp import SplitReplicas
 from .limits import KnownParameters
 
@@ -103,7 +103,6 @@ class DDPStrategy(Strategy):
         # Whether DDP reduces the next backward pass: it prepares for one of them in a forward pass.
         self._reduces_next = False
         self._sequences: ContextParallel | None = None
-        self._attention = attention_of(None)
 
     def with_degrees(self, degrees: Degrees) -> Strategy:
         """Return a strategy with degrees; one that splits layers is another one, without DDP's arguments."""
@@ -130,7 +129,6 @@ class DDPStrategy(Strategy):
         """Join the process group, take the device, and find the ranks that share sequences. Collective."""
         world = super().connect(device_type, num_nodes, precision)
         self._sequences, self.part = sharing_sequences(world, self.degrees.lay_out(world.size, self.rest))
-        self._attention = attention_of(self._sequences)
         return world
 
     def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
@@ -219,8 +217,11 @@ class DDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients; DDP reduces them during the backward pass, or they are reduced after it. Collective."""
-        with self._attention():
+        if self._sequences is None:
             loss.backward(**options)
+        else:
+            with self._sequences.attention():
+                loss.backward(**options)
         self._awaits_backward = False
         if self._ddp is not None and self._syncs:
             if self._routed is Routed.FORWARD and not self._reduces_next:
@@ -237,7 +238,8 @@ class DDPStrategy(Strategy):
         """
         if self._known is not None:
             self._known.check(optimizer)
-        return super().step(optimizer)
+        optimizer.step()
+        return True
 
     def zero_backward(self) -> None:
         """Run DDP's forward and backward with a loss of zero that depends on every parameter. Collective.

@@ -87,7 +87,8 @@ class KnownParameters:
         Raises:
             ConfigurationError: there are some; each rank would update its own copy by its own gradient.
         """
-        number = sum(len(group["params"]) for group in optimizer.param_groups)
+        groups = optimizer.param_groups
+        number = len(groups[0]["params"]) if len(groups) == 1 else sum(len(group["params"]) for group in groups)
         if number == self._numbers.get(optimizer):
             return
         # Sharded parameters may belong to another module that the optimizer updates too.

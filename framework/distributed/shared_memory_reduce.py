@@ -33,12 +33,14 @@ CAPACITY = 32
 """The largest number of elements in a reduction."""
 _DEPTH = 8
 _HEAD = struct.Struct("<QII")
+_NUMBERS = [struct.Struct(f"<{count}d") for count in range(CAPACITY + 1)]
 _SLOT_BYTES = _HEAD.size + 8 * CAPACITY
 TOKEN_BYTES = 16
 # Poll for a late rank without sleeping at first, since most are microseconds late; then with growing sleeps.
 _EAGER_LOOKS = 200
 _LONGEST_SLEEP = 0.001
 _ASK_SECONDS = 0.2
+_LOW = 0xFFFFFFFF
 _LIMIT_SECONDS = 1800.0
 
 
@@ -95,10 +97,16 @@ class Board:
     def __init__(self, memory: SharedMemory, index: int, node: Node, column: Any = None) -> None:
         self._memory = memory
         self._bytes = memory.bytes
-        self._index = index
+        self.index = index
+        self.columns = node.columns
+        """The number of slots that hold a part of a sum."""
         self._node = node
         self._column = column
         self._number = 0
+        self._writes = index < node.columns
+        self._starts = [
+            [(rank * _DEPTH + slot) * _SLOT_BYTES for slot in range(_DEPTH)] for rank in range(len(node.ranks))
+        ]
 
     @staticmethod
     def size(ranks: int) -> int:
@@ -115,18 +123,18 @@ class Board:
             vector = torch.tensor(numbers, dtype=torch.float64)
             return PostedInColumn(self, self._number, vector, self._column.allreduce([vector]))
         self.write(self._number, numbers)
-        return Posted(self, self._number, len(numbers))
+        return Posted(self, self._number, len(numbers), numbers if self._writes else None)
 
     def write(self, number: int, numbers: Sequence[float]) -> None:
         """Write this rank's numbers for a reduction, if it is one of those that write."""
-        if self._index >= self._node.columns:
+        if not self._writes:
             return
-        payload = struct.pack(f"<{len(numbers)}d", *numbers)
-        head = _HEAD.pack(number, len(numbers), _checksum(number, payload))
-        start = self._start(self._index, number)
+        payload = _NUMBERS[len(numbers)].pack(*numbers)
+        head = _HEAD.pack(number, len(numbers), zlib.crc32(payload, number & _LOW))
+        begin = self._starts[self.index][number % _DEPTH] + _HEAD.size
         # The checksum shows a reader whether all bytes have arrived, in whatever order this processor writes.
-        self._bytes[start + _HEAD.size : start + _HEAD.size + len(payload)] = payload
-        self._bytes[start : start + _HEAD.size] = head
+        self._bytes[begin : begin + len(payload)] = payload
+        self._bytes[begin - _HEAD.size : begin] = head
 
     def look(self, index: int, number: int, count: int) -> tuple[float, ...] | None:
         """Return the numbers in a slot for a reduction, or None if they have not been written yet.
@@ -134,7 +142,7 @@ class Board:
         Raises:
             DesyncError: the rank is past this reduction, or has a different number of elements.
         """
-        start = self._start(index, number)
+        start = self._starts[index][number % _DEPTH]
         found, length, checksum = _HEAD.unpack_from(self._bytes, start)
         if found < number:
             return None
@@ -145,14 +153,15 @@ class Board:
                 "must run the same loop. Look for a condition on the rank around a step or a fit."
             )
         payload = self._bytes[start + _HEAD.size : start + _HEAD.size + 8 * min(length, CAPACITY)]
-        if checksum != _checksum(number, payload):
+        if checksum != zlib.crc32(payload, number & _LOW):
             return None
         if length != count:
             raise DesyncError(
                 f"rank {rank} reduces {length} numbers where this rank {self._own_rank} reduces {count}: every rank "
                 "must run the same loop. Look for a condition on the rank around a step or a fit."
             )
-        return struct.unpack(f"<{length}d", payload)
+        numbers: tuple[float, ...] = _NUMBERS[length].unpack(payload)
+        return numbers
 
     def wait(self, index: int, number: int, count: int) -> tuple[float, ...]:
         """Wait for the numbers in a slot for a reduction, and return them.
@@ -168,9 +177,7 @@ class Board:
                 continue
             # The rank may have written after the last poll, before it left.
             if self._bytes[self._left_at(index)] and self.look(index, number, count) is None:
-                raise RankError(
-                    f"{self._title(index)} has left, and rank {self._node.ranks[self._index]} waits for it."
-                )
+                raise RankError(f"{self._title(index)} has left, and rank {self._node.ranks[self.index]} waits for it.")
             now = time.monotonic()
             since, asked = since or now, asked or now
             if now - asked > _ASK_SECONDS:
@@ -195,40 +202,33 @@ class Board:
 
     @property
     def _own_rank(self) -> int:
-        return self._node.ranks[self._index]
-
-    @property
-    def columns(self) -> int:
-        """The number of slots that hold a part of a sum."""
-        return self._node.columns
-
-    @staticmethod
-    def _start(index: int, number: int) -> int:
-        return (index * _DEPTH + number % _DEPTH) * _SLOT_BYTES
+        return self._node.ranks[self.index]
 
     def _left_at(self, index: int) -> int:
         return len(self._node.ranks) * _DEPTH * _SLOT_BYTES + index
 
     def close(self) -> None:
         """Mark this rank as having left, leave its column, and release the memory."""
-        self._bytes[self._left_at(self._index)] = 1
+        self._bytes[self._left_at(self.index)] = 1
         # Waits for gloo's threads, which write to the memory.
         self._column = None
         self._memory.close()
 
 
 class Posted:
-    """A reduction in progress."""
+    """A reduction in progress. ``own``: the numbers that this rank has written, None if it has written none."""
 
-    __slots__ = ("_board", "_count", "_number")
+    __slots__ = ("_board", "_count", "_number", "_own")
 
-    def __init__(self, board: Board, number: int, count: int) -> None:
-        self._board, self._number, self._count = board, number, count
+    def __init__(self, board: Board, number: int, count: int, own: Sequence[float] | None = None) -> None:
+        self._board, self._number, self._count, self._own = board, number, count, own
 
     def wait(self) -> Sequence[float]:
         """Wait until all slots are written; return the sums, added in the order of slots. Collective."""
-        board, number, count = self._board, self._number, self._count
-        rows = [board.wait(index, number, count) for index in range(board.columns)]
+        board, number, count, own = self._board, self._number, self._count, self._own
+        rows: list[Sequence[float]] = []
+        for index in range(board.columns):
+            rows.append(own if own is not None and index == board.index else board.wait(index, number, count))
         return list(map(sum, zip(*rows, strict=True)))
 
     def is_completed(self) -> bool:
@@ -272,7 +272,3 @@ class PostedInColumn(Posted):
         """Write the slot, unless the other thread has done so or is about to: removing an item is atomic."""
         with contextlib.suppress(IndexError):
             self._board.write(self._number, self._unwritten.pop().tolist())
-
-
-def _checksum(number: int, payload: bytes) -> int:
-    return zlib.crc32(payload, number & 0xFFFFFFFF)

@@ -221,10 +221,13 @@ class World:
         if not self._control:
             if self.is_alone:
                 raise ConfigurationError("A world of one process has no control group: its collectives are identities.")
-            self._control.append(dist.new_group(backend="gloo"))
-            if (board := share_board(self._control[0])) is not None:
-                self._board.append(board)
+            self._join_control()
         return self._control[0]
+
+    def _join_control(self) -> None:
+        self._control.append(dist.new_group(backend="gloo"))
+        if (board := share_board(self._control[0])) is not None:
+            self._board.append(board)
 
     def share_data(self, layout: Layout) -> None:
         """Read the shard of the data that belongs to this rank's place in a layout, or compute a part of it."""
@@ -255,10 +258,12 @@ class World:
         """Start summing each of some numbers over all ranks, in float64; ``wait`` returns the sums. Collective."""
         if self.is_alone:
             return _Known([self.size * number for number in numbers])
-        group = self.control
+        refuse_aside()
+        if not self._control:
+            self._join_control()
         if self._board and len(numbers) <= CAPACITY:
             return self._board[0].post(numbers)
-        return _OverGloo(torch.tensor(numbers, dtype=torch.float64), group)
+        return _OverGloo(torch.tensor(numbers, dtype=torch.float64), self._control[0])
 
     def all_reduce(self, tensor: Tensor, op: ReduceName = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place, and return it. Collective.

@@ -112,7 +112,7 @@ def test_ranks_that_reduce_different_numbers_are_reported() -> None:
 def test_what_is_half_written_is_not_read() -> None:
     first, second = boards([os.getpid()] * 2)
     second.post([1.0] * 4)
-    start = second._start(1, 1)
+    start = second._starts[1][1]
     second._bytes[start + board_module._HEAD.size] ^= 1
     assert first.look(1, 1, 4) is None
     second._bytes[start + board_module._HEAD.size] ^= 1
