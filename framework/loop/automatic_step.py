@@ -58,9 +58,10 @@ class AutomaticStep(TrainingStep):
     reduces_after_window: bool = False
     """Whether gradients are reduced after the last backward pass, instead of in it."""
     around_update: Callable[[Callable[[], bool]], bool] | None = None
-    """Calls the update of the weights; None to call it directly."""
+    """Calls the update of the weights; None to call it directly. ``RecoveringStep`` sets it."""
     accepts: Callable[[], bool] | None = None
-    """Returns whether the gradients of a window are used; if not, the window is run again. None: they are."""
+    """Returns whether the gradients of a window are used; if not, the window is run again. None: they are.
+    ``VerifiedStep`` sets it for a window that it runs."""
 
     def __init__(
         self,

@@ -19,6 +19,10 @@
         exchange signals, such as a request to stop
     on_train_end, on_fit_end
 
+``assemble_fit`` (trainer/assembly.py) builds the loop, and lists the order in which a checkpoint is put back before it
+runs. Two parts follow in the loop: ``Windows.begin`` opens the data at the checkpoint's position, and
+``RepeatedSection.rejoin`` sets the random generators, after the hooks that are called again.
+
 A boundary is the end of an optimizer step. Between two boundaries no decision depends on a value that only one rank
 knows: ranks that decide differently would call different collectives, and the job would hang.
 """
@@ -342,7 +346,8 @@ class FitLoop:
     def _call_epoch_start(self, begins: bool) -> None:
         """Call ``on_train_epoch_start``; call it again in a resumed epoch, because hooks may set up state in it.
 
-        Random numbers drawn and values logged by the first call are part of the checkpoint.
+        Random numbers drawn and values logged by the first call are part of the checkpoint: ``rejoin`` sets the
+        generators to those of the checkpoint after the repeated calls.
         """
         run = self.run
         hooks = run.hooks("on_train_epoch_start")

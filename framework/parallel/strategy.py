@@ -77,7 +77,8 @@ class Traits:
     """Gradients are reduced in the order in which backward passes produce them, so every rank must run real backward
     passes."""
     reduces_in_backward: bool = False
-    """Every backward pass averages its gradients over ranks: there are no local gradients to reduce later."""
+    """Gradients are averaged over ranks in a backward pass, at the latest in the last one of a window: none are left to
+    be reduced after it."""
     weights_on_disk: bool = False
     """The weights that updates are applied to are stored on disk: canonical state is a copy, made on demand."""
     load_is_collective: bool = False

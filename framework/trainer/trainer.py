@@ -210,7 +210,8 @@ class Trainer(RankProperties):
             val_dataloaders: a loader or several.
             datamodule: provides the loaders instead.
             ckpt_path: resume from a path, ``"last"``, ``"best"``, or ``"auto"``: the newest checkpoint of this run that
-                verifies, or a fresh start.
+                verifies, or a fresh start. ``"auto"`` continues the directory of the run, with its loggers; the others
+                start a new version of it.
             weights_only: accepted for programs written for Lightning, by all stages: nothing is ever unpickled, and a
                 resumed fit restores its entire state.
             pretrained: a folder or file of weights to start from, see ``TrainModule.load_pretrained``. A resumed fit
