@@ -11,31 +11,16 @@ from test_style import imported
 
 # Names that modules of torch keep private, by the modules of phalanx that use them.
 OF_MODULES = {
-    "torch._C.DisableTorchFunction": ["framework.parallel.deferred"],
-    "torch._C.DisableTorchFunctionSubclass": ["strategies.deepspeed.access", "strategies.deepspeed.sharded"],
-    "torch._C._current_graph_task_id": ["framework.core.torch_internals"],
-    "torch._C._distributed_c10d": ["framework.rehearsal.absent_ranks", "framework.rehearsal.recorder"],
-    "torch._C._has_storage": ["framework.parallel.supplied"],
+    "torch._C._distributed_c10d": ["framework.core.torch_groups"],
     "torch._amp_foreach_non_finite_check_and_unscale_": ["framework.checkpoint.finite_check"],
     "torch._lazy_clone": ["framework.parallel.deferred"],
     "torch._subclasses": ["framework.core.torch_internals"],
     "torch.autograd.Variable._execution_engine": ["framework.loop.manual_optimizer"],
     "torch.autograd.graph._engine_run_backward": ["strategies.context.attention"],
-    "torch.cuda._is_in_bad_fork": ["framework.launch.fork_launcher"],
-    "torch.cuda.memory._snapshot": ["framework.trainer.hints"],
     "torch.distributed._composable_state": ["strategies.fsdp.torch_fsdp"],
-    "torch.distributed.distributed_c10d._get_default_store": ["framework.distributed.rendezvous"],
-    "torch.distributed.tensor._dtensor_spec": ["strategies.fsdp.local_shards"],
-    "torch.distributed.tensor._utils": ["framework.rehearsal.absent_ranks"],
     "torch.distributed.tensor.experimental._context_parallel": ["strategies.context.attention"],
-    "torch.distributed.utils._verify_param_shape_across_processes": ["strategies.ddp"],
-    "torch.nn.modules.batchnorm._BatchNorm": ["framework.core.torch_internals"],
-    "torch.nn.modules.batchnorm._NormBase": ["framework.core.torch_internals"],
-    "torch.overrides._get_current_function_mode_stack": ["framework.parallel.supplied"],
-    "torch.testing._internal": ["framework.rehearsal.absent_ranks"],
     "torch.utils._python_dispatch": ["framework.core.torch_internals"],
     "torch.utils._pytree": ["framework.core.torch_internals"],
-    "torch.utils.data._utils": ["framework.launch.signals"],
 }
 # Attributes of torch's objects, each used in one module.
 OF_OBJECTS = {
@@ -57,8 +42,9 @@ OF_OBJECTS = {
     "_training_state",
     "_unsharded_param",
 }
-# torch's documentation describes these: foreach functions, operators by their names in ATen, tables of modules.
-_DOCUMENTED = ("torch._foreach_", "torch.ops.", "torch.nn.Module().")
+# torch's documentation describes these: foreach functions, operators by their names in ATen, tables of modules, and the
+# context in which tensor subclasses are not asked ("Extending PyTorch").
+_DOCUMENTED = ("torch._foreach_", "torch.ops.", "torch.nn.Module().", "torch._C.DisableTorchFunctionSubclass")
 
 
 def private_names(source: str) -> set[str]:
