@@ -82,7 +82,7 @@ def check_memory(module: nn.Module, strategy: str) -> None:
             reached, last = end, name
 
 
-class Origins:
+class UnsplitValues:
     """The values of parameters before they are split, one at a time.
 
     Parameters on the meta device are replaced by ones that take no memory. Stage 3 splits one parameter after the
@@ -144,7 +144,7 @@ def broadcast_module(module: nn.Module, world: World, supplied: Collection[str])
 
 @torch.no_grad()
 def split_parameters(
-    module: nn.Module, splitter: Splitter, world: World, dtype: torch.dtype | None, origins: Origins
+    module: nn.Module, splitter: Splitter, world: World, dtype: torch.dtype | None, origins: UnsplitValues
 ) -> dict[int, Tensor]:
     """Split every parameter over the ranks, one after the other, from rank 0's data. Collective.
 
