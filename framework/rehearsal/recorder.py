@@ -124,7 +124,11 @@ class Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], returned: Any) -> None:
         # Not in set-up, where `Module.to` swaps tensors, which it refuses to where there is a reference.
         for each in given if self._phase is Phase.PASSES else ():
-            if getattr(each, "_is_param", False) and isinstance(each, FakeTensor) and id(each) not in self._parameters:
+            if (
+                isinstance(each, torch.nn.Parameter)
+                and isinstance(each, FakeTensor)
+                and id(each) not in self._parameters
+            ):
                 self._parameters[id(each)] = weakref.ref(each)
                 self.mark("buckets", [each])
         for each in tree_leaves(returned):
