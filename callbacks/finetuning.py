@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
+from ..framework.core.norms import BatchNorm
 from ..framework.core.optimizer_config import parameters_of, set_learning_rate
-from ..framework.core.torch_internals import BatchNorm
 from ..framework.parallel.parameter_names import canonical_names
 
 if TYPE_CHECKING:

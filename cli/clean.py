@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from ..framework.checkpoint.deletion import remove
 from ..framework.checkpoint.inspection import candidates, furthest
 from ..framework.checkpoint.manifest import Manifest, read_manifest, run_of
 from ..framework.core.errors import CheckpointError, ConfigurationError, StorageError
+from ..framework.core.intervals import seconds_of
 from ..framework.core.size_text import size_text
 from ..framework.core.wording import counted
 from ..framework.report.finding import find_runs, shown_path
@@ -25,9 +25,6 @@ from ..framework.report.values import span_text
 from ..framework.storage.mirror import delete_folder, writing
 from ..framework.system.run_directory import RunDirectory, directory_at
 from .terminal_text import fitted_table, say, say_json, say_wrapped
-
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d|w)$")
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def _show(deleted: Sequence[Old], passed: Sequence[str], given: argparse.Namespa
 
 
 def _seconds(text: str) -> float:
-    match = _SPAN.match(text.strip())
-    if match is None:
+    seconds = seconds_of(text)
+    if seconds is None:
         raise ConfigurationError(f"--older-than {text}: give a time such as 12h, 30d or 4w.")
-    return float(match[1]) * _SECONDS[match[2]]
+    return seconds

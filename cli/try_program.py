@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
+from ..framework.core.intervals import seconds_of
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, find_runs, shown_path
 from ..framework.report.noise import judge
@@ -30,8 +30,6 @@ from .terminal_text import fitted_table, say, say_json, say_wrapped, shown_numbe
 ROOT, RECORD = "phalanx_tries", "try.json"
 FINISHED, CUT, FAILED = "finished", "budget", "failed"
 FIRST = "first"
-_BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h)$")
-_SECONDS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,9 @@ class _Trial:
         if given.seeds < 1:
             raise ConfigurationError(f"--seeds {given.seeds} must be a whole number of at least 1.")
         mode = given_mode(given.metric, given.mode)
-        match = _BUDGET.fullmatch(given.budget.strip())
-        if match is None or not float(match[1]) > 0:
+        seconds = seconds_of(given.budget)
+        if not seconds:
             raise ConfigurationError(f"--budget {given.budget!r} must be a time above 0, such as 90s, 5m or 2h.")
-        seconds = float(match[1]) * _SECONDS[match[2]]
         return cls(program, given.metric, mode, given.value, seconds, given.seeds)
 
     @property

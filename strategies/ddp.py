@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
 from ..framework.core.arguments import check_names
@@ -28,7 +27,7 @@ from ..framework.core.errors import ConfigurationError
 from ..framework.core.precision import Precision
 from ..framework.distributed.world import World
 from ..framework.parallel.gradient_operations import FullGradients, GradientOperations, average_gradients
-from ..framework.parallel.meta_device import share_buffers, share_tensors
+from ..framework.parallel.meta_device import check_same_parameters, share_buffers, share_tensors
 from ..framework.parallel.strategy import Recovery, Routed, StepAdapter, StepFunction, Strategy, Traits
 from ..framework.parallel.zero_backward import zero_loss
 from .context import ContextParallel
@@ -168,10 +167,7 @@ class DDPStrategy(Strategy):
             self._adapter = _UsedAdapter(module, self.world.device) if finds else StepAdapter(module)
         if self._arguments.get("init_sync", True):
             # torch's own way copies 250 MiB of the weights at a time into a buffer, also those that are loaded later.
-            group = torch.distributed.group.WORLD
-            assert group is not None
-            # Private: exchanging the names of parameters as objects takes buffers where memory is at its peak.
-            _verify_param_shape_across_processes(group, _trained(module))
+            check_same_parameters(module, self.world)
             share_tensors(module, self.world, self._supplied)
         self._ddp = Replica(self._adapter, **{**self._arguments, "init_sync": False})
         if hook is not None:

@@ -38,7 +38,8 @@ def all_finite(tensors: list[Tensor]) -> bool:
     """Whether no element of any tensor is NaN or infinite; reads one number from the device.
 
     Uses the kernel of loss scaling: one call for all tensors, in a third of the time of sums. It multiplies by 1 in
-    place, so the tensors must be dense and local to this rank.
+    place, so the tensors must be dense and local to this rank. It is private: the public ``GradScaler.unscale_`` groups
+    the parameters of an optimizer first, and ``torch._foreach_norm`` visits each tensor on its own on CPUs.
     """
     if True not in map(_requires_grad, tensors):
         # Those of the last call: to look a device up costs as much as the check of a small model.

@@ -1,6 +1,6 @@
 """``Interval``: how often something happens, or when training ends, in steps, epochs, tokens, samples or time.
 
-Everything that takes an interval reads it here: arguments of ``Trainer``, of callbacks, and of ``Fabric``.
+Everything that takes an interval reads it here: arguments of ``Trainer``, of callbacks, of ``Fabric`` and of commands.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _WORDS = {
     **{form: (unit, 1) for unit in UNITS[:-1] for form in (unit, unit[:-1])},
     **{form: ("seconds", factor) for form, factor in _SECONDS.items()},
     **dict.fromkeys(("sec", "second", "seconds"), ("seconds", 1)),
-    **dict.fromkeys(("minute", "minutes"), ("seconds", 60)),
+    **dict.fromkeys(("m", "minute", "minutes"), ("seconds", 60)),
     **dict.fromkeys(("hour", "hours"), ("seconds", 3600)),
     **dict.fromkeys(("day", "days"), ("seconds", 86400)),
+    **dict.fromkeys(("w", "week", "weeks"), ("seconds", 604800)),
 }
 _SHOWN = {**{unit: (unit,) for unit in UNITS[:-1]}, "seconds": tuple(_SECONDS)}
 _NUMBER = r"[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
@@ -67,7 +68,7 @@ class Interval:
 
         Args:
             given: ``"1000 steps"``, ``"2 epochs"``, ``"1e9 tokens"``, ``"5e6 samples"``, ``"30 min"`` (``s``, ``min``,
-                ``h``, ``d``), ``"DD:HH:MM:SS"``; an int counts steps.
+                ``h``, ``d``, ``w``), ``"DD:HH:MM:SS"``; an int counts steps.
             name: the argument, for messages.
             owner: the class that takes it, for messages.
             units: those of ``UNITS`` that the argument takes.
@@ -244,6 +245,15 @@ def parse_duration(given: Any, name: str, owner: str = "") -> timedelta:
             "'DD:HH:MM:SS'."
         )
     return timedelta(seconds=found.number)
+
+
+def seconds_of(text: str) -> float | None:
+    """Return the seconds of a time such as ``"90s"`` or ``"2 h"``; None if the text is none."""
+    try:
+        found = Interval._of_text(text, text, ("seconds",))
+    except ConfigurationError:
+        return None
+    return found.number if found is not None and found.unit == "seconds" else None
 
 
 def _named(given: Any, name: str, owner: str) -> str:

@@ -117,6 +117,11 @@ class Registry:
         return getattr(import_module(module, _PACKAGE), attribute)
 
 
+def automatic(function: str) -> Any:
+    """Return a function of ``phalanx.strategies.automatic``, where strategies are chosen by name."""
+    return getattr(import_module(".strategies.automatic", _PACKAGE), function)
+
+
 STRATEGIES = Registry(
     "strategy",
     "phalanx.strategies",

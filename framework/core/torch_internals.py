@@ -1,12 +1,10 @@
 """Private names of torch for which there is no public one. Other modules use them by the names of this one.
 
 - ``torch.utils._pytree``: nested collections, with the classes that libraries have registered, such as the outputs of
-  transformers' models. ``torch.utils`` has no public module for them.
-- ``_BatchNorm``, ``_NormBase``: the base classes of norms with running statistics. Libraries derive norms from them.
+  transformers' models. ``torch.utils`` has no public module for them, and ``torch.fx.map_arg`` knows no such classes.
 - ``TorchDispatchMode`` and ``FakeTensorMode``: described in torch's documentation, under private modules only.
 - ``_version``, ``_cdata``: ``torch.autograd.graph`` can increment the version of a tensor, but not read it. A tensor
   without data has no ``data_ptr`` by which its storage is known.
-- ``_current_graph_task_id``: ``queue_callback`` of the engine raises outside of backward passes, but leaves a callback.
 
 ``without_subclasses`` is public, in place of ``torch._C.DisableTorchFunctionSubclass``.
 """
@@ -26,7 +24,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
     unset_fake_temporarily as unset_fake_temporarily,
 )
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm, _NormBase as NormWithStatistics
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
     _disable_current_modes as without_modes,
@@ -41,16 +38,17 @@ from torch.utils._pytree import (
     tree_map_only as tree_map_only,
     tree_unflatten as tree_unflatten,
 )
+from torch.utils.module_tracker import ModuleTracker
 
 __all__ = [
-    "BatchNorm",
-    "NormWithStatistics",
     "is_in_backward",
     "storage_key",
     "version_of",
     "without_modes",
     "without_subclasses",
 ]
+# It is not entered, so it tracks no module.
+_TRACKER = ModuleTracker()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -72,4 +70,5 @@ def without_subclasses(function: Callable[..., Any], /, *args: Any, **kwargs: An
 
 def is_in_backward() -> bool:
     """Whether this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    is_running: bool = _TRACKER.is_bw
+    return is_running

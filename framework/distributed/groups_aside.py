@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import torch.distributed as dist
 
 from ..core.errors import ConfigurationError
-from ..core.patches import patch
+from ..core.torch_groups import set_groups_aside
 from .rendezvous import is_initialized
 
-# What torch knows of its groups, by the names of its module's attributes.
-_TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
 _aside: list[None] = []
 
 
@@ -42,31 +38,7 @@ def groups_aside() -> Iterator[None]:
     """
     with ExitStack() as patches:
         if dist.is_available():
-            _set_aside(patches)
+            set_groups_aside(patches)
         _aside.append(None)
         patches.callback(_aside.pop)
         yield
-
-
-def _set_aside(patches: ExitStack) -> None:
-    # Private, as torch keeps one set of groups for each process. Its own tests of ranks in threads replace the same.
-    module: Any = dist.distributed_c10d
-    native = module.torch._C._distributed_c10d
-    names, group = dict(module._pg_names), module.GroupMember.WORLD
-    rank = group.rank() if isinstance(group, dist.ProcessGroup) else -1
-
-    def register() -> None:
-        native._unregister_all_process_groups()
-        for each, name in names.items():
-            native._register_process_group(name, each)
-        native._set_global_rank(rank)
-
-    patches.callback(register)
-    native._unregister_all_process_groups()
-    for table in _TABLES:
-        patch(patches, module, table, {})
-    patch(patches, module, "_group_count", 0)
-    patch(patches, module, "_default_pg_init_method", None)
-    patch(patches, module, "_world", module._World())
-    # Each group that is made adds one that names the rank.
-    patch(patches, sys, "excepthook", sys.excepthook)

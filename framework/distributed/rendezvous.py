@@ -157,8 +157,10 @@ def shared_store() -> Any:
     Raises:
         ValueError: the default group does not exist.
     """
-    # Private, but torch's own checkpointing and sharding use it too.
-    return dist.distributed_c10d._get_default_store()
+    group = dist.group.WORLD
+    if group is None:
+        raise ValueError("This process is in no process group.")
+    return group.get_group_store()
 
 
 def rank_store(place: Placement) -> Any:

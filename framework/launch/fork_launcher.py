@@ -24,6 +24,7 @@ from ..system.environment import adopt_environment, threads_for_ranks
 from ..system.failure_records import INTERRUPTED, exit_code_of
 from ..system.processes import ForkedProcess, die_with_parent
 from .exit_hooks import report_failure, write_error
+from .fork_server_main import is_bad_fork
 from .launch_context import LaunchContext, launch_context, private_directory
 from .restart_policy import FitRecord, fits
 from .run_notifications import LaunchNotifications
@@ -100,7 +101,7 @@ def forked_ranks_can_use_cuda() -> bool:
     """
     if torch.cuda.is_initialized():
         return False
-    probe = _fork(lambda: os._exit(int(torch.cuda._is_in_bad_fork())))
+    probe = _fork(lambda: os._exit(int(is_bad_fork())))
     return os.waitstatus_to_exitcode(os.waitpid(probe.pid, 0)[1]) == 0
 
 

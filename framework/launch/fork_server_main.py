@@ -127,7 +127,7 @@ def _fork_rank(connection: Connection) -> int | OSError | None:
 
 def _fork_again() -> int | None:
     """Fork the rank in the intermediate process; return its pid, ``NO_RANK`` or a negative errno; None in the rank."""
-    if _is_bad_fork():
+    if is_bad_fork():
         return NO_RANK
     try:
         return _fork() or None
@@ -135,8 +135,12 @@ def _fork_again() -> int | None:
         return -(error.errno or 1)
 
 
-def _is_bad_fork() -> bool:
-    """Whether torch has recorded that this process was forked from one that had initialized an accelerator."""
+def is_bad_fork() -> bool:
+    """Whether torch has recorded that this process was forked from one that had initialized an accelerator.
+
+    ``torch.utils.rename_privateuse1_backend`` documents the function, which device modules provide. torch may not be
+    imported here, so its modules are looked up.
+    """
     for name in ("torch.cuda", "torch.xpu"):
         is_in_bad_fork: Callable[[], bool] | None = getattr(sys.modules.get(name), "_is_in_bad_fork", None)
         if is_in_bad_fork is not None and is_in_bad_fork():
@@ -158,7 +162,7 @@ def _prevents_forks() -> bool:
     if _has_initialized_cuda():
         return True
     if (probe := _fork()) == 0:
-        os._exit(_is_bad_fork())
+        os._exit(is_bad_fork())
     return os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) != 0
 
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from torch.utils.data._utils.worker import _worker_loop
-
 from ..core.errors import ConfigurationError, Preempted, unknown
 from ..data.worker_process import HANDLED_SIGNALS, SIGNALS, end_worker_later
 from ..distributed.control import Signal, Triggers
@@ -113,8 +111,9 @@ class SignalWatch:
 
     def _leave_to_others(self, signum: int, frame: FrameType | None) -> None:
         """In a forked process, restore the handlers that it would have without this object."""
-        if getattr(multiprocessing.current_process(), "_target", None) is _worker_loop:
-            # A DataLoader worker that has not installed its own handlers yet.
+        target = getattr(multiprocessing.current_process(), "_target", None)
+        if getattr(target, "__module__", "").startswith("torch.utils.data."):
+            # A DataLoader worker that has not installed its own handlers yet, nor the information about itself.
             end_worker_later(signum, frame)
             return
         self.__exit__()

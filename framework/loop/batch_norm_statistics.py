@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError
-from ..core.torch_internals import BatchNorm
+from ..core.norms import BatchNorm
 from ..data.dataloader import is_map_style
 from ..data.evaluation_source import EvaluationSource
 from ..diagnostics.isolated_step import isolated

@@ -6,8 +6,8 @@ run out, or whose step returned None, runs a filler batch: a batch that returned
 logs, metrics, buffers and random generators do not see it.
 
 The gradients stay those of one process with all data. Each loss is multiplied by its weight divided by the window's
-weight averaged over ranks, and ranks average their gradients: the result is the sum of weight times gradient, divided by
-the total weight. A filler adds exact zeros to it (``zero_gradients``), whatever its loss.
+weight averaged over ranks, and ranks average their gradients. The result is the sum of weight times gradient, divided
+by the total weight. A filler adds exact zeros to it (``zero_gradients``), whatever its loss.
 
 In an evaluation, a rank that has run out of batches repeats its last batch. Ranks agree batch by batch on whether to
 continue, so loaders may have any length, known or unknown.

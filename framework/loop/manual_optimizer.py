@@ -58,7 +58,8 @@ class BackwardAverage:
     def _meet(self, parameter: Tensor) -> None:
         if not self._is_queued:
             self._is_queued = True
-            # torch calls it when the pass has computed all gradients, as it does for DistributedDataParallel.
+            # torch calls it when the pass has computed all gradients, as it does for DistributedDataParallel. Private:
+            # `register_multi_grad_hook` calls before the last of them is in `parameter.grad`.
             Variable._execution_engine.queue_callback(self._end_pass)
 
     def _end_pass(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.errors import ConfigurationError
 from ..core.torch_internals import storage_key, tree_flatten, tree_map, version_of
-from .supplied import has_supplied_values, is_supplying, read_into, supply
+from .supplied import has_supplied_values, is_dispatched, is_supplying, read_into, supply
 
 
 @dataclass
@@ -120,6 +121,7 @@ class Step:
 def kept(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor, which takes no memory of its own before the tensor is changed."""
     try:
+        # Private: `clone` takes the memory at once, and torch has no public function that copies on write.
         return torch._lazy_clone(tensor.detach())
     except RuntimeError:
         # The memory is not torch's, such as that of a numpy array, so changes of it would go unnoticed.
@@ -153,6 +155,7 @@ _HARMLESS |= {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsquee
 _OVERWRITING = {"uniform_", "normal_", "zero_", "fill_", "copy_", "ones_", "zeros_", "constant_"}
 # These compute with full intermediate tensors, all of which would be recorded.
 _INITIALISERS = ("trunc_normal_", "orthogonal_")
+_OVERWRITING |= set(_INITIALISERS)
 _IS_META, _DEVICE = Tensor.is_meta.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
 
@@ -202,7 +205,7 @@ class Deferred:
         initialisers = {name: getattr(nn.init, name) for name in _INITIALISERS}
         try:
             for name, function in initialisers.items():
-                setattr(nn.init, name, recorder.initialiser(function))
+                setattr(nn.init, name, _as_one_step(function))
             with recorder:
                 yield
         finally:
@@ -307,17 +310,6 @@ class _Recorder(TorchFunctionMode):
         self.known[storage_key(copy)] = Recipe(copy, recipe.device, list(recipe.steps))
         return copy.as_strided(tensor.size(), tensor.stride())
 
-    def initialiser(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an initializer that is recorded as one step, including its intermediate computations."""
-
-        def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.find(tensor) is None:
-                return function(tensor, *args, **kwargs)
-            with torch._C.DisableTorchFunction():
-                return self._fill(function, "copy_", (tensor, *args), kwargs)
-
-        return initialise
-
     def _fill(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Record an operation that changes a tensor, and advance the generators as if it had been executed."""
         out = kwargs.get("out")
@@ -373,6 +365,18 @@ class _Recorder(TorchFunctionMode):
                 self._fill(Tensor.copy_, "copy_", (recipe.base, whole), {})
         given = {id(values[id(tensor)]): tensor for tensor in tensors}
         return tree_map(lambda each: given.get(id(each), each), result)
+
+
+def _as_one_step(initialiser: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an initializer that torch passes to the recorder as a whole, not its intermediate computations."""
+
+    @wraps(initialiser)
+    def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if is_dispatched(tensor):
+            return handle_torch_function(initialise, (tensor,), tensor, *args, **kwargs)
+        return initialiser(tensor, *args, **kwargs)
+
+    return initialise
 
 
 def _has_data(value: Any) -> bool:

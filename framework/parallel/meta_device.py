@@ -8,6 +8,7 @@ may be on the meta device. No strategy moves or fills them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -117,6 +118,25 @@ def supplied_names(module: nn.Module, supplied: Collection[str]) -> set[str]:
         return set()
     canonical = canonical_names(module)
     return {name for name, _ in tensors_of(module) if canonical(name) in supplied}
+
+
+def check_same_parameters(module: nn.Module, world: World) -> None:
+    """Refuse different parameters on the ranks: their collectives would not match, and the job would hang. Collective.
+
+    Raises:
+        ConfigurationError: a rank holds other parameters; the message names the first that differs.
+    """
+    own = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
+    digest = sha256(repr(own).encode()).hexdigest()
+    if all(other == digest for other in world.all_gather_object(digest)):
+        return
+    for rank, theirs in enumerate(world.all_gather_object(own)):
+        if theirs != own:
+            name = next((a[0] for a, b in zip(own, theirs, strict=False) if a != b), "how many there are")
+            raise ConfigurationError(
+                f"rank {rank} holds other parameters than rank {world.rank} (the first to differ: {name}): build the "
+                "same model on all ranks, with the same layers tied and frozen; module.to('meta') cuts ties."
+            )
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from ..core.accelerators import accelerator_type, num_devices
 from ..core.degrees import Degrees, Layout, resolve_degrees
 from ..core.errors import ConfigurationError, UnknownNameError, is_count, unknown
 from ..core.precision import Precision, resolve_precision
-from ..core.registry import STRATEGIES
+from ..core.registry import STRATEGIES, automatic
 from ..distributed.backends import check_backend, has_backend
 from ..distributed.devices import is_assigned_one_device, listed_devices, shown_type
 from ..distributed.rendezvous import is_initialized
@@ -278,12 +278,5 @@ def candidates(world_size: int, degrees: Degrees) -> tuple[str, ...]:
 
     Degrees decide if they say how the ranks that are left share the state, or name an axis of one strategy alone.
     """
-    if not degrees.used:
-        return ("single" if world_size == 1 else "ddp", "fsdp", "zero3-offload", "zero3-nvme")
-    if "pp" in degrees.used:
-        return ("pipeline",)
-    if degrees.dp_replicate == -1 or degrees.dp_shard == 1:
-        return ("ddp",)
-    if degrees.given.keys() & {"dp_shard", "dp_replicate"} or "ep" in degrees.used:
-        return ("fsdp",)
-    return ("ddp", "fsdp")
+    found: tuple[str, ...] = automatic("candidates")(world_size, degrees)
+    return found

@@ -13,23 +13,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    handle_torch_function,
-    has_torch_function_unary as is_dispatched,
-)
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from ..core.torch_internals import storage_key, tree_leaves, version_of
 
 # These read no values: shapes, attributes, and views, which share the memory by which tensors are known here.
 _WITHOUT_VALUES = {"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex"}
 _WITHOUT_VALUES |= {"requires_grad_", "detach", "view", "t", "untyped_storage", "__len__", "__hash__"}
+# torch passes a call to the active modes if it has a tensor.
+_PROBE = torch.empty(0)
+
+
+def is_dispatched(tensor: Tensor) -> bool:
+    """Whether torch passes a call with a tensor to the active modes, or to the tensor's class."""
+    return bool(has_torch_function_unary(tensor))
 
 
 def is_supplying() -> bool:
     """Whether the context ``SuppliedValues`` is active."""
-    return any(isinstance(mode, SuppliedValues) for mode in _get_current_function_mode_stack())
+    return is_dispatched(_PROBE) and bool(handle_torch_function(is_supplying, (_PROBE,)))
 
 
 def supply(tensor: Tensor, read: Callable[[], Tensor]) -> None:
@@ -43,7 +45,7 @@ def supply(tensor: Tensor, read: Callable[[], Tensor]) -> None:
 
 def has_supplied_values(tensor: Tensor) -> bool:
     """Whether the values of a tensor are those of ``supply``, which were not changed since."""
-    return bool(is_dispatched(tensor) and handle_torch_function(has_supplied_values, (tensor,), tensor))
+    return is_dispatched(tensor) and bool(handle_torch_function(has_supplied_values, (tensor,), tensor))
 
 
 def read_into(tensor: Tensor, read: Callable[[], Tensor]) -> None:
@@ -69,6 +71,8 @@ class SuppliedValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is is_supplying:
+            return True
         if func is supply:
             return self._supply(*args)
         if func is has_supplied_values:
@@ -90,9 +94,13 @@ class SuppliedValues(TorchFunctionMode):
         self._by_storage[storage_key(tensor)] = _Supplied(tensor, None if tensor.is_meta else read)
 
     def _find(self, value: Any) -> _Supplied | None:
-        if type(value) not in (Tensor, nn.Parameter) or not torch._C._has_storage(value):
+        if type(value) not in (Tensor, nn.Parameter):
             return None
-        return self._by_storage.get(storage_key(value))
+        try:
+            return self._by_storage.get(storage_key(value))
+        except NotImplementedError:
+            # Sparse tensors have no storage.
+            return None
 
     @staticmethod
     def _read(found: _Supplied) -> None:

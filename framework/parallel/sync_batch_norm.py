@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.torch_internals import BatchNorm
+from ..core.norms import BatchNorm
 
 # A list, so that a context can set it: whether the inputs of this rank are those of a filler, which do not count.
 _filling = [False]
@@ -42,9 +42,12 @@ class _SumOverRanks(torch.autograd.Function):
         return total
 
 
-class CollectiveBatchNorm(BatchNorm):
+class CollectiveBatchNorm(nn.BatchNorm1d):
     """Normalizes [batch, channels, *] by mean and variance over the batches of all ranks. Collective in training
-    mode."""
+    mode.
+
+    It has the attributes of every batch norm. It is no ``nn.SyncBatchNorm``, which DDP refuses on CPUs.
+    """
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -129,7 +132,7 @@ def share_batch_statistics(module: nn.Module, device_type: str) -> Callable[[], 
     for layer in kinds:
         if device_type == "cuda":
             # `SyncBatchNorm.forward` reads it; None is the group of all ranks.
-            layer.process_group = None  # type: ignore[assignment]
+            layer.process_group = None
         # No ordinary way: the user may hold references to the layer and hooks on it, so it has to stay the same object;
         # torch's convert_sync_batchnorm returns a module with new layers.
         layer.__class__ = FusedBatchNorm if device_type == "cuda" else CollectiveBatchNorm

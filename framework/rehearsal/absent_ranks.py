@@ -12,19 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _utils
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..core.patches import patch
+from ..core.torch_groups import Reducer, assign_buckets, register_hook
 from ..core.torch_internals import FakeTensorConverter, without_modes
 
 
 @contextlib.contextmanager
 def absent_ranks(rank: int, world_size: int) -> Iterator[None]:
     """Be one rank of a group without the others. This process must not be in a group."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
     with ExitStack() as patches:
         patches.callback(_forget_meshes)
         patches.callback(dist.destroy_process_group)
@@ -41,22 +39,14 @@ def _forget_meshes() -> None:
 
 def _adapt_torch(patches: ExitStack) -> None:
     """Replace what torch computes from the values of tensors, which have none."""
-    build, place = DeviceMesh.__init__, _utils._compute_local_shape_and_global_offset
+    build = DeviceMesh.__init__
 
     def mesh(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         # The coordinates of this rank, which are read from a tensor of ranks.
         with without_modes():
             build(self, *args, **kwargs)
 
-    def placed(*args: Any, **kwargs: Any) -> Any:
-        # The offsets of this rank's part, which are read from a tensor of indices.
-        with without_modes():
-            return place(*args, **kwargs)
-
     patch(patches, DeviceMesh, "__init__", mesh)
-    patch(patches, _utils, "_compute_local_shape_and_global_offset", placed)
-    # It compares the shapes of parameters with those of other ranks.
-    patch(patches, dist, "_verify_params_across_processes", lambda *_: None)
     patch(patches, dist, "Reducer", _Reducer)
     # References by which the same tensor would be found again; with them, `Module.to` refuses to convert parameters.
     patch(patches, FakeTensorConverter, "set_tensor_memo", lambda *_: None)
@@ -69,7 +59,7 @@ def _reduced(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tens
     return done
 
 
-class _Reducer(distributed_c10d.Reducer):
+class _Reducer(Reducer):
     """The reducer of ``DistributedDataParallel`` with its final buckets from the start.
 
     It would agree on them with the other ranks, by a tensor of indices.
@@ -80,9 +70,7 @@ class _Reducer(distributed_c10d.Reducer):
         if not finds_unused:
             # As it does itself after the first backward pass: a small first bucket starts to reduce early.
             first, rebuilt = others[6], others[9]
-            indices, limits = distributed_c10d._compute_bucket_assignment_by_size(
-                parameters, rebuilt or [first, most], is_sparse
-            )
+            indices, limits = assign_buckets(parameters, rebuilt or [first, most], is_sparse)
         super().__init__(parameters, indices, limits, *others)
         self._group, self._is_hooked = group, False
 
@@ -91,7 +79,7 @@ class _Reducer(distributed_c10d.Reducer):
             self._is_hooked = True
             # The futures of this group have no values. A hook of the user's own is kept.
             with contextlib.suppress(RuntimeError):
-                distributed_c10d._register_comm_hook(self, self._group, _reduced)
+                register_hook(self, self._group, _reduced)
         super().prepare_for_forward()
 
     def _rebuild_buckets(self) -> bool:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..core.degrees import Layout
 from ..core.errors import ConfigurationError
 from ..core.patches import patch
+from ..core.torch_groups import group_called
 from ..core.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -122,11 +124,15 @@ class Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], returned: Any) -> None:
         # Not in set-up, where `Module.to` swaps tensors, which it refuses to where there is a reference.
         for each in given if self._phase is Phase.PASSES else ():
-            if getattr(each, "_is_param", False) and isinstance(each, FakeTensor) and id(each) not in self._parameters:
+            if (
+                isinstance(each, torch.nn.Parameter)
+                and isinstance(each, FakeTensor)
+                and id(each) not in self._parameters
+            ):
                 self._parameters[id(each)] = weakref.ref(each)
                 self.mark("buckets", [each])
         for each in tree_leaves(returned):
-            local = getattr(each, "_local_tensor", each)
+            local = _local_of(each)
             if isinstance(local, FakeTensor):
                 self._update(local.untyped_storage())
         call = call_of(func, args, returned)
@@ -149,7 +155,7 @@ class Recorder(TorchDispatchMode):
     def mark(self, category: str, tensors: Iterable[Any]) -> None:
         """Set the category of tensors, which ``buckets`` does not change where another one was set."""
         for each in tensors:
-            local = getattr(each, "_local_tensor", each)
+            local = _local_of(each)
             if isinstance(local, FakeTensor):
                 number = self._update(local.untyped_storage())
                 if category != "buckets" or self._categories[number] == "activations":
@@ -206,6 +212,14 @@ class Recorder(TorchDispatchMode):
         if change:
             self._sizes[number] = size
             self._changes.append((number, change))
+
+
+def _local_of(value: Any) -> Any:
+    """Return this rank's part of a sharded tensor, and anything else unchanged."""
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():
+        return value.to_local()
 
 
 def _is_plain(tensors: list[Tensor], device: Any) -> bool:
@@ -273,7 +287,7 @@ def call_of(operator: Any, args: Sequence[Any], result: Any) -> Call | None:
 def _group_of(args: Sequence[Any]) -> dist.ProcessGroup:
     for each in reversed(args):
         if isinstance(each, str):
-            return torch._C._distributed_c10d._resolve_process_group(each)  # type: ignore[arg-type]
+            return group_called(each)  # type: ignore[arg-type]
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             return dist.ProcessGroup.unbox(each)
     raise TypeError("the operator has no process group")

@@ -112,7 +112,7 @@ def _memory_hint(run: Run) -> str:
     largest = sorted(named, key=lambda each: -each[2])[:_MOST_SHOWN]
     lines.append("Largest: " + ", ".join(f"{name} {size_text(size)}" for _, name, size in largest) + ".")
     if run.device_type == "cuda":
-        recorded = _recorded_lines(run.world.device)
+        recorded = _recorded_lines()
         lines += [f"Created at {where}: {size_text(size)}." for where, size in recorded] or [_HOW_TO_RECORD]
     return "\n".join(lines)
 
@@ -140,23 +140,24 @@ def _named_tensors(run: Run) -> Iterator[tuple[str, str, int]]:
 
 def _bytes(tensor: Tensor) -> int:
     """Return the bytes of the part of a tensor that this rank holds."""
-    local = getattr(tensor, "_local_tensor", tensor)
+    # Not by the class: importing it takes longer than importing phalanx.
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.numel() * local.element_size())
 
 
-def _recorded_lines(device: torch.device) -> list[tuple[str, int]]:
+def _recorded_lines() -> list[tuple[str, int]]:
     """Return the lines of code whose tensors take the most memory, if torch has recorded allocations."""
     try:
-        snapshot: Mapping[str, Any] = torch.cuda.memory._snapshot(device)
+        segments: Iterable[Mapping[str, Any]] = torch.cuda.memory_snapshot()
     except (RuntimeError, AttributeError):  # a build or an allocator without snapshots
         return []
-    return largest_lines(snapshot)
+    return largest_lines(segments)
 
 
-def largest_lines(snapshot: Mapping[str, Any]) -> list[tuple[str, int]]:
+def largest_lines(segments: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:
     """Return the lines of code whose live tensors take the most bytes, from a snapshot of torch's allocator."""
     found: Counter[str] = Counter()
-    for segment in snapshot.get("segments", ()):
+    for segment in segments:
         for block in segment.get("blocks", ()):
             frames = block.get("frames") or ()
             if block.get("state") == "active_allocated" and frames:

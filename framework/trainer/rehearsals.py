@@ -17,7 +17,7 @@ from ..core.errors import PhalanxError
 from ..core.global_batch import pieces_of
 from ..core.patches import patch
 from ..core.position_rng import RandomStream
-from ..core.registry import STRATEGIES
+from ..core.registry import STRATEGIES, automatic
 from ..core.size_text import size_text
 from ..core.torch_internals import FakeTensorMode
 from ..distributed.groups_aside import groups_aside
@@ -339,16 +339,10 @@ def _fitting(rehearsals: Rehearsals, plan: MemoryPlan, own: Rehearsed) -> Iterat
 
 
 def _other_degrees(own: Rehearsed, machines: Resources, least: float) -> Iterator[tuple[str, Degrees]]:
-    """Yield strategies with degrees of at least ``least`` that divide the ranks, the likeliest to fit first."""
-    if own.strategy != "fsdp" or machines.degrees.used:
-        yield "fsdp", Degrees()
-    for degree in (8, 4, 2):
-        if degree >= least and machines.world_size % degree == 0:
-            yield "fsdp", Degrees(cp=degree)
-            if machines.devices % degree == 0:
-                yield "fsdp", Degrees(tp=degree)
-            yield "fsdp", Degrees(ep=degree)
-            yield "pipeline", Degrees(pp=degree)
+    """Yield other strategies and degrees of at least ``least`` that divide the ranks, the likeliest to fit first."""
+    for name, degrees in automatic("smaller")(machines.world_size, machines.devices, least):
+        if name != own.strategy or degrees.used or machines.degrees.used:
+            yield name, degrees
 
 
 def _as_argument(found: Rehearsed) -> str:

@@ -30,7 +30,8 @@ from ...framework.parallel.strategy import StepFunction
 
 _ATTENTION = nn.functional.scaled_dot_product_attention
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-# Private: the function by which all backward passes enter the engine. torch has no public hook around one.
+# Private: the function by which all backward passes enter the engine. torch has no public hook around one. Called with
+# edges of the graph, which torch does not intercept, `backward` would keep no gradients of inputs that are no leaves.
 _run_backward = torch.autograd.graph._engine_run_backward
 
 

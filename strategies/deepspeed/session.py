@@ -30,7 +30,7 @@ from .optimizer import Following, check_one_dtype, engine_optimizer
 from .outputs import OutputAdapter
 from .setup import (
     OriginalAttributes,
-    Origins,
+    UnsplitValues,
     allow_exact_statistics,
     broadcast_module,
     check_elements,
@@ -108,7 +108,7 @@ class EngineSession:
             check_one_dtype(module, optimizer, compute_dtype, self._name)
         if self._options.stage == 3:
             check_elements(module)
-            origins = Origins(module, optimizers, self._world, deferred, supplied_names(module, supplied))
+            origins = UnsplitValues(module, optimizers, self._world, deferred, supplied_names(module, supplied))
         self._record_and_freeze(module, optimizers)
         if self._options.stage == 3:
             config = self._config(module, bool(optimizers))

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
-from ...framework.core.torch_internals import NormWithStatistics
+from ...framework.core.norms import BatchNorm, InstanceNorm
 from ...framework.diagnostics.program_state import ENGINE_ATTRIBUTES
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
@@ -82,7 +82,7 @@ def check_memory(module: nn.Module, strategy: str) -> None:
             reached, last = end, name
 
 
-class Origins:
+class UnsplitValues:
     """The values of parameters before they are split, one at a time.
 
     Parameters on the meta device are replaced by ones that take no memory. Stage 3 splits one parameter after the
@@ -144,7 +144,7 @@ def broadcast_module(module: nn.Module, world: World, supplied: Collection[str])
 
 @torch.no_grad()
 def split_parameters(
-    module: nn.Module, splitter: Splitter, world: World, dtype: torch.dtype | None, origins: Origins
+    module: nn.Module, splitter: Splitter, world: World, dtype: torch.dtype | None, origins: UnsplitValues
 ) -> dict[int, Tensor]:
     """Split every parameter over the ranks, one after the other, from rank 0's data. Collective.
 
@@ -211,7 +211,7 @@ class _ExactStatistics:
 def allow_exact_statistics(module: nn.Module) -> dict[nn.Module, type[nn.Module]]:
     """Let batch norm layers keep fp32 statistics beside weights of a lower dtype; return the layers' own classes."""
     classes: dict[nn.Module, type[nn.Module]] = {
-        part: type(part) for part in module.modules() if isinstance(part, NormWithStatistics) and part.affine
+        part: type(part) for part in module.modules() if isinstance(part, BatchNorm | InstanceNorm) and part.affine
     }
     for layer, own in classes.items():
         # No ordinary way: the user's module refers to the layer, so it has to stay the same object, and in a copy of

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
-from ...framework.parallel.meta_device import Owner, owners_of
+from ...framework.parallel.meta_device import Owner, check_same_parameters, owners_of
 from .local_shards import like, part_at, shape_and_offsets, whole_of_parts
 
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -149,7 +148,7 @@ class Origins:
         self.deferred = deferred
         self.world = world
         self.supplied = supplied
-        _check_same_on_all_ranks(module, world)
+        check_same_parameters(module, world)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         later = {id(parameters[name]) for name in supplied if name in parameters}
         parameters = {name: given for name, given in parameters.items() if id(given) not in later}
@@ -338,22 +337,3 @@ def _mark(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _check_same_on_all_ranks(module: nn.Module, world: World) -> None:
-    """Refuse different parameters on the ranks: their collectives would not match, and the job would hang. Collective.
-
-    Raises:
-        ConfigurationError: a rank holds other parameters; the message names the first that differs.
-    """
-    own = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
-    digest = sha256(repr(own).encode()).hexdigest()
-    if all(other == digest for other in world.all_gather_object(digest)):
-        return
-    for rank, theirs in enumerate(world.all_gather_object(own)):
-        if theirs != own:
-            name = next((a[0] for a, b in zip(own, theirs, strict=False) if a != b), "how many there are")
-            raise ConfigurationError(
-                f"rank {rank} holds other parameters than rank {world.rank} (the first to differ: {name}): build the "
-                "same model on all ranks, with the same layers tied and frozen; module.to('meta') cuts ties."
-            )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 
 def _is_about_values(record: logging.LogRecord) -> bool:
@@ -43,9 +43,15 @@ def whole_of_parts(tensor: Tensor) -> Tensor:
 def like(parameter: DTensor, local: Tensor) -> DTensor:
     """Return a tensor with the full shape and sharding of a parameter, of which this rank holds ``local``."""
     if local.device.type != parameter.device_mesh.device_type:
-        # Private: `from_local` would move a shard that is kept on the CPU to the device of the mesh.
-        described = replace(parameter._spec, tensor_meta=TensorMeta(parameter.shape, parameter.stride(), local.dtype))
-        return DTensor(local.detach(), described, requires_grad=False)
+        # `from_local` would move a shard that is kept on the CPU to the device of the mesh. The protocol by which
+        # torch's compiler takes tensors apart leaves it where it is.
+        pattern: Any = parameter.detach()
+        if pattern.dtype != local.dtype:
+            pattern = torch.empty_like(pattern, dtype=local.dtype, device="meta")
+        names, context = pattern.__tensor_flatten__()
+        parts = {name: local.detach() if isinstance(part := getattr(pattern, name), Tensor) else part for name in names}
+        built: DTensor = DTensor.__tensor_unflatten__(parts, context, parameter.shape, parameter.stride())
+        return built
     return DTensor.from_local(
         local.detach(),
         parameter.device_mesh,

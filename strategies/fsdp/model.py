@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.norms import BatchNorm
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.split_optimizer import optimizers_in
-from ...framework.core.torch_internals import BatchNorm
 from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
 from ...framework.parallel.compilation import has_compiled_call

@@ -27,9 +27,9 @@ from ...framework.api.overriding import is_overridden
 from ...framework.api.train_module import TrainModule
 from ...framework.core.degrees import Degrees, Layout, divisors
 from ...framework.core.errors import ConfigurationError, is_count
+from ...framework.core.norms import BatchNorm
 from ...framework.core.precision import Precision
 from ...framework.core.quantized_state import quantizes
-from ...framework.core.torch_internals import BatchNorm
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState
 from ...framework.parallel.compilation import has_compiled_call

@@ -131,7 +131,7 @@ def test_epochs_are_counted_and_a_resumed_fit_keeps_the_results(tmp_path: Path) 
     assert set(seen[1:]) == {1}
 
 
-@pytest.mark.parametrize("every", [0, True, "0 steps", "2 weeks", "step", 1.5])
+@pytest.mark.parametrize("every", [0, True, "0 steps", "2 fortnights", "step", 1.5])
 def test_other_intervals_are_refused(every: Any) -> None:
     with refuses(ConfigurationError, f"every={every!r}"):
         Evaluate(mean_logit, every=every)

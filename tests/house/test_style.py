@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
+from phalanx.framework.core.registry import STRATEGIES
 
 ROOT = Path(phalanx.__file__).parent
 FOLDERS = ("framework", "strategies", "precisions", "callbacks", "loggers", "cli")
@@ -67,9 +68,12 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def strategy_questions(source: str) -> list[str]:
-    """Return where a source asks for the class of a strategy. ``Strategy`` itself is the contract, and may be named."""
+    """Return where a source asks for the class or name of a strategy. ``Strategy`` itself is the contract."""
     found = []
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and _constants(node) & set(STRATEGIES.built_in):
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+            continue
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") and len(node.args) > 1:
             asked: list[ast.AST] = [node.args[1]]
         elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node):
@@ -80,6 +84,11 @@ def strategy_questions(source: str) -> list[str]:
         if any(name.endswith("Strategy") and name != "Strategy" for name in names):
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
+
+
+def _constants(node: ast.AST) -> set[str]:
+    constants = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+    return {value for value in constants if isinstance(value, str)}
 
 
 def lacks_future_annotations(source: str) -> bool:
@@ -194,6 +203,8 @@ def test_harmless_neighbours_are_not_reported() -> None:
         "isinstance(strategy, (int, strategies.FSDPStrategy))",
         "isinstance(strategy, DDPStrategy | FSDPStrategy)",
         "type(strategy) is DDPStrategy",
+        "strategy.name == 'ddp'",
+        "name in ('zero1', 'zero2')",
     ],
 )
 def test_a_planted_question_for_a_strategys_class_is_found(source: str) -> None:

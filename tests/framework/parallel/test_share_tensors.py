@@ -36,13 +36,14 @@ def test_all_but_those_that_are_loaded_later_are_those_of_rank_zero() -> None:
     assert second["loaded"] == [2, 6, 2, 2, 2, 2]
 
 
-def of_unequal_width() -> str:
-    fabric = Fabric(devices=2, strategy="fsdp")
+def of_unequal_width(strategy: str) -> str:
+    fabric = Fabric(devices=2, strategy=strategy)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + fabric.global_rank))
     with pytest.raises(ConfigurationError) as refused:
         fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
     return str(refused.value)
 
 
-def test_ranks_with_different_parameters_are_refused() -> None:
-    says(run_on_ranks(2, of_unequal_width), "rank", "1.weight")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_with_different_parameters_are_refused(strategy: str) -> None:
+    says(run_on_ranks(2, of_unequal_width, strategy), "rank", "1.weight")

@@ -70,9 +70,9 @@ def test_the_lines_of_the_largest_tensors() -> None:
         block(900, ("/user/model.py", 1), state="inactive"),
         block(800),
     ]
-    assert largest_lines({"segments": [{"blocks": blocks[:2]}, {"blocks": blocks[2:]}]}) == [
+    assert largest_lines([{"blocks": blocks[:2]}, {"blocks": blocks[2:]}]) == [
         ("/user/model.py:7 (f)", 150),
         ("/user/model.py:9 (f)", 120),
         (f"{inner[0]}:12 (f)", 10),
     ]
-    assert largest_lines({}) == []
+    assert largest_lines([]) == []
