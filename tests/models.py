@@ -100,3 +100,14 @@ def plain_steps(
 def weights_of(module: nn.Module) -> Tensor:
     """Return all weights in one vector."""
     return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether nested dicts and lists hold equal values, tensors to the bit."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)

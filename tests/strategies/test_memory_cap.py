@@ -68,8 +68,8 @@ def fit(strategy: str, path: Path, bytes_each: float) -> str:
 
 
 # AdamW in fp32 takes 16 bytes for each parameter (weight, gradient, two moments), and ddp's buckets 4 more. On three
-# ranks zero3-offload trains within 15 and zero3-nvme within 11, of which DeepSpeed itself takes up to 120 MB. The limits
-# leave 50 MB each way: machines differ in what they load, and a tighter one fails now and then.
+# ranks zero3-offload trains within 15 and zero3-nvme within 11, of which DeepSpeed itself takes up to 120 MB. The
+# limits leave 50 MB each way: machines differ in what they load, and a tighter one fails now and then.
 
 
 def test_ddp_does_not_fit(tmp_path: Path) -> None:

@@ -57,13 +57,6 @@ def test_none_switches_validation_off(switched_off: str) -> None:
     assert trainer.num_val_batches == []
 
 
-def test_loaders_without_effect_once_validation_is_off() -> None:
-    module = Validated()
-    module.validation_step = None  # type: ignore[assignment,method-assign]
-    silent_trainer(devices=1, max_epochs=1).fit(module, loader(8), loader(8))
-    assert module.validated == 0
-
-
 def test_none_switches_hooks_off() -> None:
     class Failing(Validated):
         def on_train_start(self) -> None:
