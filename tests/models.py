@@ -62,6 +62,19 @@ class Regressor(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
 
 
+class ByHand(TrainModule):
+    """A base before that of a module, whose training step then makes the optimizer step itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss: Any = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 def loader(count: int = 64, batch_size: int = 4, **arguments: Any) -> DataLoader[Any]:
     """Return a loader over ``regression_data``."""
     return DataLoader(regression_data(count), batch_size=batch_size, **arguments)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from models import Regressor, loader, silent_trainer, weights_of
+from models import ByHand, Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor
 
@@ -95,13 +95,8 @@ def test_an_own_backward_receives_the_weighted_loss() -> None:
     assert torch.equal(weights_of(module), weights_of(plain))
 
 
-class ManualBackward(OwnBackward):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.optimizers().step()
+class ManualBackward(ByHand, OwnBackward):
+    """The same, by manual optimization."""
 
 
 def test_an_own_backward_in_manual_optimization() -> None:
