@@ -11,18 +11,13 @@ weights are compared bit by bit with those of the row, which went on.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from marked_pages import write_table
 from mesh_table import EXPERTS, LARGE_BATCH, MESHES, Mesh, Outcome, deviation, outcomes
-from ranks import close_pools
-from resume_matrix import Cell, summary, table
+from resume_matrix import Cell, print_matrix
 
 STEPS, SAVED, WINDOW = 6, 3, 1
 # Eight ranks are left to `mesh_table.py`.
@@ -36,8 +31,6 @@ WITH_EXPERTS = [
     Mesh("fsdp", 2, "", EXPERTS, LARGE_BATCH),
     Mesh("zero3", 2, "", EXPERTS, LARGE_BATCH),
 ]
-# DeepSpeed keeps memory of every engine that a process has had.
-_CELLS_OF_A_PROCESS = 60
 
 
 def are_equal(found: Sequence[Outcome], whole: Sequence[Outcome]) -> bool:
@@ -50,56 +43,24 @@ def are_equal(found: Sequence[Outcome], whole: Sequence[Outcome]) -> bool:
     )
 
 
-def fill(rows: Sequence[Mesh], columns: Sequence[Mesh], folder: str) -> dict[tuple[Mesh, Mesh], Cell]:
-    """Train every row, and resume each on every column."""
-    saved: dict[Mesh, tuple[str, list[Outcome]]] = {}
-    for mesh in rows:
-        path = f"{folder}/{mesh}.ckpt"
-        saved[mesh] = path, outcomes(mesh, WINDOW, STEPS, saves=path)
-        print(f"{deviation(saved[mesh][1], WINDOW, 0, STEPS, mesh):.1e}  {mesh}, not interrupted", flush=True)
-    cells: dict[tuple[Mesh, Mesh], Cell] = {}
-    for column in columns:
-        for row, (path, whole) in saved.items():
-            if len(cells) % _CELLS_OF_A_PROCESS == 0:
-                close_pools()
-            found = outcomes(column, WINDOW, STEPS, resume=path)
-            cells[row, column] = Cell(
-                deviation(found, WINDOW, SAVED, STEPS, row), row == column and are_equal(found, whole)
-            )
-            print(f"{cells[row, column].deviation:.1e}  {row} -> {column}", flush=True)
-    return {(row, column): cells[row, column] for row in rows for column in columns}
+def saved_row(mesh: Mesh, folder: Path) -> tuple[tuple[str, list[Outcome]], float]:
+    """Train a row's run; return its checkpoint and what its ranks have seen, and the deviation."""
+    path = f"{folder}/{mesh}.ckpt"
+    whole = outcomes(mesh, WINDOW, STEPS, saves=path)
+    return (path, whole), deviation(whole, WINDOW, 0, STEPS, mesh)
+
+
+def resumed_cell(row: Mesh, run: tuple[str, list[Outcome]], column: Mesh, folder: Path) -> Cell:
+    """Fill a cell."""
+    path, whole = run
+    found = outcomes(column, WINDOW, STEPS, resume=path)
+    return Cell(deviation(found, WINDOW, SAVED, STEPS, row), row == column and are_equal(found, whole))
 
 
 def main() -> int:
-    """Print the table; return 1 if a cell fails."""
-    names = list(dict.fromkeys(str(mesh) for mesh in (*LAYOUTS, *WITH_EXPERTS)))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="a page whose part between the marks becomes the table")
-    parser.add_argument("--rows", action="append", choices=names, help="saved on this alone; may be repeated")
-    parser.add_argument("--only", action="append", choices=names, help="resumed on this alone; may be repeated")
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    texts, failed = [], []
-    try:
-        for layouts in (LAYOUTS, WITH_EXPERTS):
-            began = time.monotonic()
-            rows, columns = (
-                [mesh for mesh in layouts if not wanted or str(mesh) in wanted] for wanted in (chosen.rows, chosen.only)
-            )
-            with tempfile.TemporaryDirectory() as folder:
-                cells = fill(rows, columns, folder)
-            if cells:
-                texts.append(f"{table(cells)}\n\n{summary(cells, time.monotonic() - began)}")
-            failed += [(key, cell) for key, cell in cells.items() if cell.fails(key[0] == key[1])]
-    finally:
-        close_pools()
-    text = "\n\nA model with experts:\n\n".join(texts)
-    print(text)
-    if chosen.write is not None:
-        write_table(chosen.write, "mesh matrix", text)
-    for (row, column), cell in failed:
-        print(f"failed: {row} -> {column}: {cell}")
-    return 1 if failed else 0
+    """Print both matrices; return 1 if a cell fails."""
+    groups = {"": LAYOUTS, "\n\nA model with experts:\n\n": WITH_EXPERTS}
+    return print_matrix(__doc__, "mesh matrix", groups, saved_row, resumed_cell)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx import TrainModule
+
 GLOBAL_BATCH = 6
 PLACES: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
@@ -78,6 +80,23 @@ def optimizer_of(net: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer:
     if kind == "adam":
         return torch.optim.Adam(groups, lr=2e-2, eps=1e-4, betas=(0.8, 0.99))
     return torch.optim.AdamW(groups, lr=2e-2, eps=1e-4, amsgrad=kind == "amsgrad")
+
+
+class MixtureModule(TrainModule):
+    """Trains a ``Mixture`` and notes the loss of every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mixture()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = loss_of(self.net, batch[0])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of(self.net)
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:

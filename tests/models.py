@@ -62,6 +62,19 @@ class Regressor(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
 
 
+class ByHand(TrainModule):
+    """A base before that of a module, whose training step then makes the optimizer step itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss: Any = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 def loader(count: int = 64, batch_size: int = 4, **arguments: Any) -> DataLoader[Any]:
     """Return a loader over ``regression_data``."""
     return DataLoader(regression_data(count), batch_size=batch_size, **arguments)
@@ -100,3 +113,14 @@ def plain_steps(
 def weights_of(module: nn.Module) -> Tensor:
     """Return all weights in one vector."""
     return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether nested dicts and lists hold equal values, tensors to the bit."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from models import silent_trainer, weights_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch_strategies import strategy_named
 
 from phalanx import TrainModule
 from phalanx.precisions.float8 import quiet_import
@@ -56,3 +58,21 @@ def data(batch_size: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(STEPS * ROWS, 64, generator=generator)
     return DataLoader(TensorDataset(x, torch.sin(x.sum(1, keepdim=True))), batch_size=batch_size)
+
+
+def trained(
+    strategy: str, ranks: int, kind: str, folder: str, stop: int, ckpt: str | None, window: int = 1
+) -> tuple[list[float], Tensor | None]:
+    """Train until ``stop`` and save ``<folder>/<stop>.ckpt``; return the losses, and on rank 0 the weights."""
+    module = QuantizedModel(kind)
+    trainer = silent_trainer(
+        devices=ranks,
+        strategy=strategy_named(strategy),
+        max_steps=stop,
+        accumulate_grad_batches=window,
+        default_root_dir=folder,
+    )
+    with torch.compiler.set_stance("force_eager"):
+        trainer.fit(module, data(ROWS // ranks // window), ckpt_path=ckpt)
+        trainer.save_checkpoint(f"{folder}/{stop}.ckpt")
+    return module.losses, weights_of(module) if trainer.is_global_zero else None

@@ -16,7 +16,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from language_model import LanguageModel, adamw, token_loader, tokens
 from marked_pages import write_table
-from models import silent_trainer
+from models import plain_steps, silent_trainer
 from parity_table import strategy_named
 from ranks import close_pools, run_on_ranks
-from torch import nn
 
 from phalanx import Trainer
 from phalanx.callbacks import LambdaCallback
@@ -149,16 +148,14 @@ def uninterrupted() -> torch.Tensor:
     module, rows = LanguageModel(), tokens(ROWS)
     optimizer = adamw(module, module.lr)
     rates = [group["lr"] for group in optimizer.param_groups]
-    losses, size = [], GLOBAL_BATCH * WINDOW
-    for step in range(EPOCH):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * rate_of(step)
-        loss = module.loss(rows[step * size :][:size])
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), CLIP)
-        optimizer.step()
-        losses.append(loss.item())
+
+    def batches() -> Iterator[torch.Tensor]:
+        for step, batch in enumerate(rows.split(GLOBAL_BATCH * WINDOW)):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * rate_of(step)
+            yield batch
+
+    losses = plain_steps(optimizer, module.loss, batches(), CLIP)
     return torch.tensor(losses, dtype=torch.float64)
 
 
@@ -207,10 +204,10 @@ class Cell:
         return not self.deviation <= TOLERANCE or (diagonal and not self.equal)
 
 
-Cells = dict[tuple[Layout, Layout], Cell]
+Cells = dict[tuple[Any, Any], Cell]
 
 
-def table(cells: Mapping[tuple[Any, Any], Cell]) -> str:
+def table(cells: Cells) -> str:
     """Return the cells as a Markdown table."""
     rows, columns = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
     lines = ["| saved under \\ resumed under | " + " | ".join(map(str, columns)) + " |"]
@@ -227,7 +224,7 @@ def _shown(cell: Cell | None, diagonal: bool) -> str:
     return "**=**" if diagonal and cell.equal else f"{cell.deviation:.0e}"
 
 
-def summary(cells: Mapping[tuple[Any, Any], Cell], seconds: float) -> str:
+def summary(cells: Cells, seconds: float) -> str:
     """Return the extremes in a sentence."""
     (row, column), worst = max(cells.items(), key=lambda item: item[1].deviation)
     diagonal = [cell.equal for (row, column), cell in cells.items() if row == column]
@@ -238,55 +235,83 @@ def summary(cells: Mapping[tuple[Any, Any], Cell], seconds: float) -> str:
     )
 
 
-def _arguments() -> argparse.Namespace:
-    names = [str(layout) for layout in LAYOUTS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="a page whose part between the marks becomes the table")
-    parser.add_argument("--rows", action="append", choices=names, help="saved under this alone; may be repeated")
-    parser.add_argument("--only", action="append", choices=names, help="resumed under this alone; may be repeated")
-    return parser.parse_args()
+Save = Callable[[Any, Path], tuple[Any, float]]
+"""Trains a row in a folder; returns its run and how far it is from plain torch."""
+Resume = Callable[[Any, Any, Any, Path], Cell]
+"""Resumes the run of a row, given the row, its run, a column and a folder."""
 
 
-def _chosen(names: Sequence[str] | None) -> list[Layout]:
-    return [layout for layout in LAYOUTS if not names or str(layout) in names]
-
-
-def fill(rows: Sequence[Layout], columns: Sequence[Layout], folder: Path) -> Cells:
+def fill(rows: Sequence[Any], columns: Sequence[Any], folder: Path, save: Save, resume: Resume) -> Cells:
     """Train every row, and resume each under every column."""
-    saved: dict[Layout, Row] = {}
-    for layout in rows:
-        saved[layout] = row_of(layout, folder)
-        print(f"{saved[layout].deviation:.1e}  {layout}, not interrupted", flush=True)
+    saved: dict[Any, Any] = {}
+    for row in rows:
+        saved[row], off = save(row, folder)
+        print(f"{off:.1e}  {row}, not interrupted", flush=True)
     cells: Cells = {}
     for column in columns:
         for row, run in saved.items():
             if len(cells) % _CELLS_OF_A_PROCESS == 0:
                 close_pools()
-            found = resumed(column, folder, run)
-            equal = row == column and all(a.equals(b) for a, b in zip(found, run.rest(), strict=True))
-            cells[row, column] = Cell(deviation(found, SAVED), equal)
-            print(f"{cells[row, column].deviation:.1e}  {row} -> {column}{', equal' if equal else ''}", flush=True)
-    return {key: cells[key] for key in sorted(cells, key=lambda key: (LAYOUTS.index(key[0]), LAYOUTS.index(key[1])))}
+            cells[row, column] = cell = resume(row, run, column, folder)
+            print(f"{cell.deviation:.1e}  {row} -> {column}{', equal' if cell.equal else ''}", flush=True)
+    return {(row, column): cells[row, column] for row in rows for column in columns}
+
+
+def print_matrix(doc: str | None, mark: str, groups: Mapping[str, Sequence[Any]], save: Save, resume: Resume) -> int:
+    """Print the matrix of each group of layouts below its title; return 1 if a cell fails.
+
+    Args:
+        doc: the description of the program.
+        mark: the name of the marks in the page that ``--write`` names.
+        groups: layouts by the text above their matrix.
+        save: trains a row.
+        resume: fills a cell.
+    """
+    names = list(dict.fromkeys(str(layout) for layouts in groups.values() for layout in layouts))
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="a page whose part between the marks becomes the table")
+    parser.add_argument("--rows", action="append", choices=names, help="saved under this alone; may be repeated")
+    parser.add_argument("--only", action="append", choices=names, help="resumed under this alone; may be repeated")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    text, failed = "", []
+    try:
+        for title, layouts in groups.items():
+            began = time.monotonic()
+            rows, columns = (
+                [each for each in layouts if not wanted or str(each) in wanted] for wanted in (chosen.rows, chosen.only)
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                cells = fill(rows, columns, Path(folder), save, resume)
+            if cells:
+                text += f"{title}{table(cells)}\n\n{summary(cells, time.monotonic() - began)}"
+            failed += [(key, cell) for key, cell in cells.items() if cell.fails(key[0] == key[1])]
+    finally:
+        close_pools()
+    print(text)
+    if chosen.write is not None:
+        write_table(chosen.write, mark, text)
+    for (row, column), cell in failed:
+        print(f"failed: {row} -> {column}: {cell}")
+    return 1 if failed else 0
+
+
+def saved_row(layout: Layout, folder: Path) -> tuple[Row, float]:
+    """Train a row's run, as a matrix needs it."""
+    row = row_of(layout, folder)
+    return row, row.deviation
+
+
+def resumed_cell(row: Layout, run: Row, column: Layout, folder: Path) -> Cell:
+    """Fill a cell."""
+    found = resumed(column, folder, run)
+    equal = row == column and all(a.equals(b) for a, b in zip(found, run.rest(), strict=True))
+    return Cell(deviation(found, SAVED), equal)
 
 
 def main() -> int:
-    """Print the table; return 1 if a cell fails."""
-    chosen = _arguments()
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            cells = fill(_chosen(chosen.rows), _chosen(chosen.only), Path(folder))
-    finally:
-        close_pools()
-    text = f"{table(cells)}\n\n{summary(cells, time.monotonic() - began)}"
-    print(text)
-    if chosen.write is not None:
-        write_table(chosen.write, "resume matrix", text)
-    failed = [key for key, cell in cells.items() if cell.fails(key[0] == key[1])]
-    for row, column in failed:
-        print(f"failed: {row} -> {column}: {cells[row, column]}")
-    return 1 if failed else 0
+    """Print the matrix; return 1 if a cell fails."""
+    return print_matrix(__doc__, "resume matrix", {"": LAYOUTS}, saved_row, resumed_cell)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from models import plain_steps, windows_of
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
@@ -113,6 +115,18 @@ class Language(TrainModule):
 
     def configure_optimizers(self) -> Any:
         return optimizer_of(self)
+
+
+class Parallel(Language):
+    """Splits the feed-forward layers over ranks, and the tied embedding over its odd number of tokens."""
+
+    def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:
+        return {
+            "gpt.blocks.*.up": ColwiseParallel(),
+            "gpt.blocks.*.down": RowwiseParallel(),
+            "gpt.embedding": RowwiseParallel(input_layouts=Replicate()),
+            "gpt.head": ColwiseParallel(output_layouts=Replicate()),
+        }
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:

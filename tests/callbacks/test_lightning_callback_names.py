@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx import callbacks
 from phalanx.callbacks import (
+    Callback,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    ModelSummary,
     ProgressBar,
+    RichModelSummary,
     RichProgressBar,
     StochasticWeightAveraging,
     TQDMProgressBar,
@@ -33,17 +37,28 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "StochasticWeightAveraging": (0.1,),
     "ThroughputMonitor": (len,),
 }
-PRESENT = sorted(name for name in theirs.__all__ if name in callbacks.__all__)
+# The names without a counterpart.
+ABSENT = {"BatchSizeFinder", "Checkpoint", "LearningRateFinder", "ModelPruning", "SpikeDetection"}
 
 
-@pytest.mark.parametrize("name", PRESENT)
+@pytest.mark.parametrize("name", sorted(set(theirs.__all__) - ABSENT))
 def test_each_name_of_a_callback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Lightning sets this variable when it is imported.
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     cls, own = getattr(theirs, name), getattr(callbacks, name)
+    assert issubclass(own, Callback)
     arguments = REQUIRED.get(name, ())
     assert without_sentence(public(cls, cls(*arguments)), own(*arguments)) == {}
     assert methods_that_lack_arguments(cls, own) == {}
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT))
+def test_an_absent_name_is_documented_and_its_import_says_what_to_use(name: str) -> None:
+    assert name in theirs.__all__
+    with refuses(ImportError, name):
+        exec(f"from phalanx.callbacks import {name}")
+    page = Path(callbacks.__file__).parents[1] / "docs" / "migrating-from-lightning.md"
+    assert f"`{name}`" in page.read_text()
 
 
 def test_the_sentence_of_a_class_without_a_counterpart_in_a_subclass() -> None:
@@ -126,6 +141,18 @@ def test_a_progress_bar_that_is_switched_off_and_on(tmp_path: Path, capsys: pyte
         assert ("epoch 0" in capsys.readouterr().out) is shows
 
 
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_a_progress_bar_with_the_arguments_of_lightning(kind: Any, tmp_path: Path, capsys: Any) -> None:
+    for rate in (0, 20):
+        bar = kind(refresh_rate=rate, leave=True)
+        assert isinstance(bar, ProgressBar)
+        quiet_trainer(tmp_path, bar, max_epochs=1, enable_progress_bar=True).fit(Tiny(), loader())
+        shown = re.search(r"epoch 0/0: | epoch  +step ", capsys.readouterr().out)
+        assert (shown is not None) is (rate > 0)
+    with refuses(ConfigurationError, "refresh_rate=-1"):
+        kind(refresh_rate=-1)
+
+
 def test_lines_printed_through_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     ProgressBar().print("seen", 3, sep=": ")
     assert capsys.readouterr().out == "seen: 3\n"
@@ -139,6 +166,16 @@ def test_arguments_of_the_console(tmp_path: Path) -> None:
     theme: Any = object()
     with refuses(ConfigurationError, "RichProgressBar", "theme="):
         RichProgressBar(theme=theme)
+
+
+def test_the_rich_summary_is_the_summary(tmp_path: Path, capsys: Any) -> None:
+    printed = []
+    for kind in (RichModelSummary, ModelSummary):
+        settings = {"max_epochs": 1, "enable_model_summary": True, "barebones": False}
+        quiet_trainer(tmp_path, kind(max_depth=1), **settings).fit(Tiny(), loader())
+        printed.append(capsys.readouterr().out)
+    assert "layer" in printed[0]
+    assert printed[0] == printed[1]
 
 
 def test_whether_a_schedule_accumulates() -> None:

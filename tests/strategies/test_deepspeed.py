@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from mixture import GLOBAL_BATCH, PLACES, Mixture, loss_of, mixture, optimizer_of, rows_of, scheduler_of
+from mixture import GLOBAL_BATCH, PLACES, Mixture, MixtureModule, loss_of, mixture, optimizer_of, rows_of, scheduler_of
 from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -24,20 +24,13 @@ STEPS, CLIP = 4, 0.3
 WINDOWS = (1, 2, 3, 1)
 
 
-class Module(TrainModule):
-    """Trains a ``Mixture``; notes losses and norms."""
+class Module(MixtureModule):
+    """Notes norms too, and has a schedule."""
 
     def __init__(self, kind: str = "adamw") -> None:
         super().__init__()
-        self.net = mixture()
         self.kind = kind
-        self.losses: list[float] = []
         self.norms: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = loss_of(self.net, batch[0])
-        self.losses.append(loss.item())
-        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", loss_of(self.net, batch[0]), on_epoch=True)

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from mixture import GLOBAL_BATCH, loss_of, mixture, optimizer_of, rows_of
+from mixture import GLOBAL_BATCH, MixtureModule, loss_of, mixture, optimizer_of, rows_of
 from models import Regressor, loader, plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import TrainModule
 from phalanx.callbacks import LambdaCallback
 from phalanx.strategies import DeepSpeedStrategy
 
@@ -25,26 +24,9 @@ def by_hand() -> list[float]:
     return plain_steps(optimizer_of(net), partial(loss_of, net), rows_of(8 * GLOBAL_BATCH).split(GLOBAL_BATCH))
 
 
-class Trained(TrainModule):
-    """Trains a ``Mixture``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mixture()
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = loss_of(self.net, batch[0])
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return optimizer_of(self.net)
-
-
 def resumed(ranks: int, strategy: Any, steps: int, root: str, resume: str | None, save: str | None) -> list[float]:
     """Train up to a step, from a checkpoint and to one."""
-    module = Trained()
+    module = MixtureModule()
     saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(save) if save else None)
     trainer = silent_trainer(
         strategy=strategy, devices=ranks, max_steps=steps, callbacks=[saver], default_root_dir=root

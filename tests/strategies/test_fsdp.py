@@ -9,7 +9,18 @@ import torch
 from messages import refuses
 from models import silent_trainer
 from ranks import run_on_ranks
-from small_gpt import GLOBAL_BATCH, STEPS, Block, Language, SmallGPT, by_hand, per_update, token_loader, weights
+from small_gpt import (
+    GLOBAL_BATCH,
+    STEPS,
+    Block,
+    Language,
+    Parallel,
+    SmallGPT,
+    by_hand,
+    per_update,
+    token_loader,
+    weights,
+)
 from torch import Tensor, nn
 
 from phalanx import AccumulationSchedule
@@ -21,7 +32,7 @@ def trained(
     ranks: int, strategy: Any, windows: list[int], clip: float | None, steps: int = STEPS
 ) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """Train through the Trainer; return the losses of this rank's micro-batches, the weights, and what is odd."""
-    module = Language()
+    module = Parallel()
     classes = [type(part) for part in module.modules()]
     schedule = AccumulationSchedule.cycle(windows) if len(windows) > 1 else windows[0]
     trainer = silent_trainer(
@@ -62,6 +73,8 @@ def check(results: list[Any], windows: list[int], clip: float | None, steps: int
         (2, {"units": 100, "activation_checkpointing": True}),
         (2, {"units": 10**6, "activation_checkpointing": (nn.LayerNorm, SmallGPT)}),
         (2, {"replicas": 2}),
+        (2, {"tensor_parallel": 2}),
+        (4, {"tensor_parallel": 2, "replicas": 2}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -75,3 +88,11 @@ def test_arguments_of_other_frameworks_are_refused_with_their_equivalent() -> No
         FSDPStrategy(auto_wrap_policy={nn.Linear})
     with refuses(ConfigurationError, "unit=", "'units'"):
         FSDPStrategy(unit=nn.Linear)
+
+
+def test_tensor_parallelism_without_a_plan_is_refused_before_any_process() -> None:
+    with refuses(ConfigurationError, "Language.configure_tensor_parallel"):
+        FSDPStrategy(tensor_parallel=2).check_module(Language())
+    with refuses(ConfigurationError, "SmallGPT.configure_tensor_parallel"):
+        FSDPStrategy(tensor_parallel=2).check_module(SmallGPT())
+    FSDPStrategy(tensor_parallel=2).check_module(Parallel())

@@ -8,10 +8,11 @@ import pytest
 import torch
 from messages import refuses, says
 from models import plain_steps, silent_trainer, windows_of
+from parity_table import strategy_named
 from ranks import run_on_ranks
 from small_gpt import (
     GLOBAL_BATCH,
-    Language,
+    Parallel,
     SmallGPT,
     by_hand,
     loss_of,
@@ -29,21 +30,23 @@ from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import FSDPStrategy, hsdp
 
 
-def two_fits(second: str) -> tuple[list[float], dict[str, Tensor] | None, list[bool]]:
-    module = Language()
+def two_fits(first: str, second: str) -> tuple[list[float], dict[str, Tensor] | None, list[bool]]:
+    module = Parallel()
     tied, whole = [], []
-    for strategy in ("fsdp", second):
-        trainer = silent_trainer(strategy=strategy, devices=2, max_steps=3)
-        trainer.fit(module, token_loader(GLOBAL_BATCH // 2), token_loader(4, 12))
+    for strategy in (first, second):
+        trainer = silent_trainer(strategy=strategy_named(strategy, ""), devices=2, max_steps=3)
+        trainer.fit(module, token_loader(GLOBAL_BATCH // trainer.fabric.world.data_size), token_loader(4, 12))
         tied.append(module.gpt.head.weight is module.gpt.embedding.weight)
         whole.append(all(not parameter.is_meta for parameter in module.parameters()))
-    rank = trainer.fabric.world.rank if second == "single" else torch.distributed.get_rank()
-    return module.losses, weights(module.gpt) if rank == 0 else None, [*tied, *(whole if rank == 0 else [])]
+    is_first = torch.distributed.get_rank() == 0
+    return module.losses, weights(module.gpt) if is_first else None, [*tied, *(whole if is_first else [])]
 
 
-@pytest.mark.parametrize("second", ["fsdp", "ddp_find_unused_parameters_true"])
-def test_a_second_fit_continues_from_the_weights_of_the_first(second: str) -> None:
-    results = run_on_ranks(2, two_fits, second)
+@pytest.mark.parametrize(
+    ("first", "second"), [("fsdp", "fsdp"), ("fsdp", "ddp_find_unused_parameters_true"), ("fsdp+tp", "fsdp+tp")]
+)
+def test_a_second_fit_continues_from_the_weights_of_the_first(first: str, second: str) -> None:
+    results = run_on_ranks(2, two_fits, first, second)
     losses, expected = two_fits_by_hand()
     torch.testing.assert_close(per_update([each[0] for each in results], [1], 6), losses, rtol=1e-5, atol=0)
     assert results[0][1] is not None
@@ -60,11 +63,11 @@ def two_fits_by_hand() -> tuple[Tensor, dict[str, Tensor]]:
     return torch.tensor(losses), weights(gpt)
 
 
-def evaluated(gather: str) -> tuple[float, list[Tensor], list[str]]:
-    module = Language()
-    strategy = FSDPStrategy(gather_weights=gather)  # type: ignore[arg-type]
+def evaluated(arguments: dict[str, Any]) -> tuple[float, list[Tensor], list[str]]:
+    module = Parallel()
+    strategy = FSDPStrategy(**arguments)
     trainer = silent_trainer(strategy=strategy, devices=2, max_steps=2)
-    trainer.fit(module, token_loader(GLOBAL_BATCH // 2), token_loader(3, 20))
+    trainer.fit(module, token_loader(GLOBAL_BATCH // trainer.fabric.world.data_size), token_loader(3, 20))
     (results,) = trainer.validate(module, token_loader(3, 20))
     predictions = trainer.predict(module, token_loader(4, 8))
     return (
@@ -74,16 +77,18 @@ def evaluated(gather: str) -> tuple[float, list[Tensor], list[str]]:
     )
 
 
-@pytest.mark.parametrize("gather", ["rank_zero", "all", "none"])
-def test_validate_and_predict_after_a_fit(gather: str) -> None:
+@pytest.mark.parametrize(
+    "arguments", [*({"gather_weights": where} for where in ("rank_zero", "all", "none")), {"tensor_parallel": 2}]
+)
+def test_validate_and_predict_after_a_fit(arguments: dict[str, Any]) -> None:
     x, y = token_data().tensors
     gpt = small_gpt()
     gpt.load_state_dict(by_hand([1], None, 2)[1], strict=False)
-    for loss, predictions, kinds in run_on_ranks(2, evaluated, gather):
+    for loss, predictions, kinds in run_on_ranks(2, evaluated, arguments):
         assert loss == pytest.approx(loss_of(gpt(x[:20]), y[:20]).item(), rel=1e-5)
         for batch in predictions:
             assert batch.shape[1:] == (6, 13)
-        assert ("DTensor" in kinds) == (gather == "none")
+        assert ("DTensor" in kinds) == (arguments.get("gather_weights") == "none")
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import LENGTH, VOCABULARY, LanguageModel, tokens
-from models import plain_steps, silent_trainer, weights_of, windows_of
+from models import Regressor, loader, plain_steps, silent_trainer, weights_of
 from parity_table import PRECISIONS, STRATEGIES, Cell, deviation, strategy_named
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -37,6 +37,38 @@ def test_bf16(strategy: str) -> None:
     assert deviation(Cell(strategy, "bf16-mixed", SCHEDULE, clips=True, steps=5)) <= PRECISIONS["bf16-mixed"]
 
 
+def in_precision(ranks: int, precision: str) -> tuple[Tensor, torch.dtype]:
+    module = Regressor(lr=0.01, optimizer="sgd")
+    trainer = silent_trainer(devices=ranks, max_steps=10, precision=precision)
+    if trainer.fabric.scaler is not None:
+        # The usual start overflows at once, and an update that is skipped is not one of the ten.
+        trainer.fabric.scaler.scale = 256.0
+    trainer.fit(module, loader(160, 8 // ranks))
+    return weights_of(module), module.dtype
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"),
+    [
+        ("64-true", torch.float64, 1e-6),
+        ("bf16-mixed", torch.float32, 2e-2),
+        ("16-mixed", torch.float32, 5e-3),
+        ("bf16-true", torch.bfloat16, 5e-2),
+        ("16-true", torch.float16, 1e-2),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_precision_trains_the_same_model(
+    ranks: int, precision: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    expected, _ = in_precision(1, "32-true")
+    results = [in_precision(1, precision)] if ranks == 1 else run_on_ranks(2, in_precision, 2, precision)
+    for weights, found in results:
+        assert found == dtype
+        assert not torch.equal(weights, expected)
+        torch.testing.assert_close(weights, expected, rtol=tolerance, atol=tolerance)
+
+
 # ---- Hugging Face's worked example: means over tokens, uneven micro-batches ------------------------
 
 PADDING = -100
@@ -62,38 +94,56 @@ class Padded(LanguageModel):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
-def texts() -> tuple[Tensor, Tensor]:
+def texts(count: int = TEXTS) -> tuple[Tensor, Tensor]:
     rows = tokens(TEXTS, seed=9)
     lengths = torch.randint(2, LENGTH + 1, (TEXTS, 1), generator=torch.Generator().manual_seed(1))
     assert int(rows.max()) < VOCABULARY
-    return rows, rows.masked_fill(torch.arange(LENGTH) >= lengths, PADDING)
+    return rows[:count], rows.masked_fill(torch.arange(LENGTH) >= lengths, PADDING)[:count]
 
 
-def token_weighted(strategy: str, nvme_path: str) -> Tensor | None:
-    """Train an epoch of two updates in windows of uneven micro-batches; return the weights that rank 0 has after."""
-    ranks, parts = STRATEGIES[strategy]
+def token_weighted(
+    strategy: str, ranks: int, batch_size: int, window: int, count: int, nvme_path: str = ""
+) -> Tensor | None:
+    """Train an epoch in windows of uneven micro-batches; return the weights, under some strategies on rank 0 alone."""
     module = Padded()
     trainer = silent_trainer(
-        strategy=strategy_named(strategy, nvme_path), devices=ranks, max_epochs=1, accumulate_grad_batches=3
+        strategy=strategy_named(strategy, nvme_path), devices=ranks, max_epochs=1, accumulate_grad_batches=window
     )
-    trainer.fit(module, DataLoader(TensorDataset(*texts()), batch_size=4 // parts))
-    return weights_of(module) if trainer.is_global_zero else None
+    trainer.fit(module, DataLoader(TensorDataset(*texts(count)), batch_size=batch_size))
+    return None if any(each.is_meta for each in module.parameters()) else weights_of(module)
 
 
-def full_batches() -> Tensor:
-    """Train the same two updates by hand, each on one batch of all its texts."""
+def full_batches(size: int, count: int = TEXTS) -> Tensor:
+    """Train the same updates by hand, each on one batch of all its texts."""
     module = Padded()
-    rows, labels = texts()
-    parts = windows_of(12, [1], 2)
+    rows, labels = texts(count)
+    parts = [slice(start, start + size) for start in range(0, count, size)]
     plain_steps(module.configure_optimizers(), lambda part: module.token_loss(rows[part], labels[part]), parts)
     return weights_of(module)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_token_weights_give_the_weights_of_the_full_batch(strategy: str, tmp_path: Any) -> None:
-    if STRATEGIES[strategy][0] == 1:
-        weights = token_weighted(strategy, str(tmp_path))
-    else:
-        weights = run_on_ranks(STRATEGIES[strategy][0], token_weighted, strategy, str(tmp_path))[0]
+    ranks, parts = STRATEGIES[strategy]
+    weights = run_on_ranks(ranks, token_weighted, strategy, ranks, 4 // parts, 3, TEXTS, str(tmp_path))[0]
     assert weights is not None
-    torch.testing.assert_close(weights, full_batches(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights, full_batches(12), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "window", "count"),
+    [
+        *((1, batch_size, window, TEXTS) for batch_size, window in [(24, 1), (4, 6), (2, 12), (5, 5)]),
+        *((ranks, *each, TEXTS) for ranks in (2, 3) for each in [(4, 3), (2, 6), (5, 3), (1, 12)]),
+        # A window of 16 texts, then a short one of 8, and ranks without any data.
+        (1, 4, 4, TEXTS),
+        (2, 4, 2, TEXTS),
+        *((3, 2, 1, count) for count in (1, 2, 5)),
+    ],
+)
+def test_token_weights_of_windows_of_any_size(ranks: int, batch_size: int, window: int, count: int) -> None:
+    strategy = "ddp" if ranks > 1 else "single"
+    results = run_on_ranks(ranks, token_weighted, strategy, ranks, batch_size, window, count)
+    for weights in results:
+        torch.testing.assert_close(weights, full_batches(ranks * batch_size * window, count), rtol=1e-5, atol=1e-6)
+        assert torch.equal(weights, results[0])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from models import silent_trainer, weights_of
-from quantized_model import KINDS, ROWS, STEPS, QuantizedModel, data
+from models import silent_trainer
+from quantized_model import KINDS, ROWS, STEPS, QuantizedModel, data, trained
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -25,23 +25,10 @@ from phalanx.precisions import Float32True
 from phalanx.strategies import FSDPStrategy
 
 
-def trained(ranks: int, strategy: str, kind: str, folder: str, stop: int, ckpt: str | None) -> Any:
-    """Train until ``stop``; return the losses, and on rank 0 the weights. Saves ``<folder>/<stop>.ckpt``."""
-    module = QuantizedModel(kind)
-    trainer = silent_trainer(devices=ranks, strategy=strategy, max_steps=stop, default_root_dir=folder)
-    with torch.compiler.set_stance("force_eager"):
-        trainer.fit(module, data(ROWS // ranks), ckpt_path=ckpt)
-        trainer.save_checkpoint(f"{folder}/{stop}.ckpt")
-    return module.losses, weights_of(module) if trainer.is_global_zero else None
-
-
-def run(place: str, *args: Any) -> tuple[Tensor, Tensor]:
+def run(place: str, *args: Any) -> tuple[Tensor, Tensor | None]:
     """Call ``trained`` at a place such as ``ddp@2``; return the mean losses and the weights."""
     strategy, _, ranks = place.partition("@")
-    if ranks == "1":
-        results = [trained(1, strategy, *args)]
-    else:
-        results = run_on_ranks(int(ranks), trained, int(ranks), strategy, *args)
+    results = run_on_ranks(int(ranks), trained, strategy, int(ranks), *args)
     return torch.tensor([losses for losses, _ in results]).mean(0), results[0][1]
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from models import silent_trainer, weights_of
-from quantized_model import KINDS, ROWS, STEPS, QuantizedModel, data, quantized
+from quantized_model import KINDS, ROWS, STEPS, QuantizedModel, data, quantized, trained
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch_strategies import RANKS, strategy_named
+from torch_strategies import RANKS
 
 from phalanx.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from phalanx.framework.core.errors import ConfigurationError
@@ -37,28 +37,9 @@ def by_hand(kind: str) -> tuple[list[float], Tensor]:
     return module.losses, weights_of(module)
 
 
-def trained(name: str, kind: str, root: str, stop: int, ckpt: str | None) -> tuple[list[float], Tensor | None]:
-    """Train until ``stop``, two micro-batches a step; save there; return losses, and weights on rank 0."""
-    ranks, module = RANKS[name], QuantizedModel(kind)
-    trainer = silent_trainer(
-        devices=ranks,
-        strategy=strategy_named(name),
-        max_steps=stop,
-        accumulate_grad_batches=WINDOW,
-        default_root_dir=root,
-    )
-    with torch.compiler.set_stance("force_eager"):
-        trainer.fit(module, data(ROWS // ranks // WINDOW), ckpt_path=ckpt)
-        trainer.save_checkpoint(f"{root}/{stop}.ckpt")
-    return module.losses, weights_of(module) if trainer.is_global_zero else None
-
-
 def three_runs(name: str, kind: str, root: str) -> list[tuple[list[float], Tensor | None]]:
-    return [
-        trained(name, kind, f"{root}/whole", STEPS, None),
-        trained(name, kind, f"{root}/parts", 2, None),
-        trained(name, kind, f"{root}/parts", STEPS, f"{root}/parts/2.ckpt"),
-    ]
+    runs = (("whole", STEPS, None), ("parts", 2, None), ("parts", STEPS, f"{root}/parts/2.ckpt"))
+    return [trained(name, RANKS[name], kind, f"{root}/{each}", stop, ckpt, WINDOW) for each, stop, ckpt in runs]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from models import Regressor, loader, silent_trainer, weights_of
+from models import ByHand, Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor
 
@@ -57,13 +57,6 @@ def test_none_switches_validation_off(switched_off: str) -> None:
     assert trainer.num_val_batches == []
 
 
-def test_loaders_without_effect_once_validation_is_off() -> None:
-    module = Validated()
-    module.validation_step = None  # type: ignore[assignment,method-assign]
-    silent_trainer(devices=1, max_epochs=1).fit(module, loader(8), loader(8))
-    assert module.validated == 0
-
-
 def test_none_switches_hooks_off() -> None:
     class Failing(Validated):
         def on_train_start(self) -> None:
@@ -102,13 +95,8 @@ def test_an_own_backward_receives_the_weighted_loss() -> None:
     assert torch.equal(weights_of(module), weights_of(plain))
 
 
-class ManualBackward(OwnBackward):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.optimizers().step()
+class ManualBackward(ByHand, OwnBackward):
+    """The same, by manual optimization."""
 
 
 def test_an_own_backward_in_manual_optimization() -> None:

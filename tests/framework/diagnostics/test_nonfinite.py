@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from models import Regressor, loader, silent_trainer, weights_of
+from models import ByHand, Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -168,14 +168,8 @@ def test_a_micro_batch_within_a_window_is_named(strategy: str) -> None:
         assert steps == 1
 
 
-class Manual(Planted):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class Manual(ByHand, Planted):
+    """The same, by manual optimization."""
 
 
 def by_hand(what: str, strategy: str) -> tuple[str, int]:

@@ -208,18 +208,32 @@ def test_time_is_a_limit() -> None:
     assert trainer.max_epochs is None
 
 
-def test_loaders_are_requested_again() -> None:
-    asked: list[int] = []
+@pytest.mark.parametrize(
+    ("reload", "check", "train", "val"),
+    [
+        (0, 1, [0], [0]),
+        (1, 1, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]),
+        (2, 1, [0, 2, 4], [0, 2, 4]),
+        (2, 3, [0, 2, 4], [0, 2, 5]),
+    ],
+)
+def test_loaders_are_requested_again_before_they_are_needed(
+    reload: int, check: int, train: list[int], val: list[int]
+) -> None:
+    asked: dict[str, list[int]] = {"train": [], "val": []}
 
     class Own(Counting):
         def train_dataloader(self) -> Any:
-            asked.append(self.current_epoch)
+            asked["train"].append(self.current_epoch)
             return loader(8)
 
-    for every, expected in ((0, [0]), (1, [0, 1, 2, 3]), (2, [0, 2])):
-        asked.clear()
-        silent_trainer(devices=1, max_epochs=4, reload_dataloaders_every_n_epochs=every).fit(Own())
-        assert asked == expected
+        def val_dataloader(self) -> Any:
+            asked["val"].append(self.current_epoch)
+            return loader(4)
+
+    settings = {"reload_dataloaders_every_n_epochs": reload, "check_val_every_n_epoch": check}
+    silent_trainer(devices=1, max_epochs=6, num_sanity_val_steps=0, **settings).fit(Own())
+    assert asked == {"train": train, "val": val}
 
 
 @pytest.mark.parametrize("limit", [None, 3])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from messages import says
-from models import silent_trainer, weights_of
+from models import ByHand, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
@@ -52,14 +52,8 @@ class Plain(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Manual(Plain):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class Manual(ByHand, Plain):
+    """The same, by manual optimization."""
 
 
 def stopped(kind: type[Plain], strategy: str, min_steps: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
+from models import ByHand
 from ranks import run_on_ranks
 from small_fits import Tiny, loader, quiet_trainer
 from torch import Tensor, nn
@@ -40,16 +41,8 @@ class Tokens(Tiny):
         return self.layer(batch[0][:, :4].float()).square().mean()
 
 
-class ManualTokens(Tokens):
+class ManualTokens(ByHand, Tokens):
     """The same, by manual optimization."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
 
 
 def documents(batch_size: int = 2) -> DataLoader[Any]:

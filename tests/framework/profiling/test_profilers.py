@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from messages import refuses
+from models import ByHand
 from ranks import run_on_ranks
 from small_fits import Tiny, capturing, loader, quiet_trainer
 
@@ -23,16 +24,8 @@ class Evaluated(Tiny):
         self.log("value", 1.0)
 
 
-class Stepping(Tiny):
+class Stepping(ByHand, Tiny):
     """Steps its optimizer itself."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
 
 
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Regressor, loader, regression_data, silent_trainer, weights_of
+from models import Regressor, equal, loader, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -145,16 +145,6 @@ def run(
         "counters": (trainer.global_step, trainer.current_epoch, trainer.progress.global_batch),
         "random": (torch.rand(3), random.random()),
     }
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 @pytest.mark.parametrize("kind", ["plain", "stream"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import refuses
-from models import Regressor, loader, silent_trainer
+from models import Regressor, equal, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -65,14 +65,6 @@ def content(path: str) -> dict[str, Any]:
     }
     document = {key: value for key, value in checkpoint.document.items() if key not in ("run", "loggers")}
     return {"sections": sections, "document": document, "ranks": checkpoint.rank_documents}
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    return bool(one == other)
 
 
 def longer(strategy: str, ranks: int, limits: tuple[dict[str, int], dict[str, int]], precision: str, root: str) -> None:

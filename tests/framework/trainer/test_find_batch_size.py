@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from models import Regressor, regression_data, silent_trainer
 from ranks import run_on_ranks
 from torch.utils.data import DataLoader, IterableDataset
 
-from phalanx import Callback
 from phalanx.framework.core.errors import ConfigurationError, LoopError, PhalanxError
 from phalanx.framework.trainer.batch_sizes import BatchSizes, BatchSizeSearch, BatchSizeTest
 
@@ -157,21 +155,6 @@ def error_of() -> str:
     return "none"
 
 
-class Failing(Callback):
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        raise AssertionError("callbacks take no part")
-
-
-def test_callbacks_loggers_and_files_take_no_part(tmp_path: Path) -> None:
-    sizes, unchanged = found(
-        "forward", 0, 9, default_root_dir=str(tmp_path), callbacks=Failing(), logger="csv", enable_checkpointing=True
-    )
-
-    assert sizes.size == 9
-    assert unchanged
-    assert not [*tmp_path.iterdir()]
-
-
 @pytest.mark.parametrize(
     ("largest", "limit", "first", "mode"),
     [
@@ -218,14 +201,7 @@ class Stream(IterableDataset[Any]):
 
 
 def test_what_cannot_be_searched_is_refused() -> None:
-    class Manual(Regressor):
-        automatic_optimization = False
-
     trainer = silent_trainer(max_epochs=1, devices=1)
-    with refuses(ConfigurationError, "find_batch_size", "iterator"):
-        trainer.find_batch_size(Regressor(), iter([DATA.tensors]))
-    with refuses(ConfigurationError, "find_batch_size", "automatic_optimization"):
-        trainer.find_batch_size(Manual(), DataLoader(DATA))
     with refuses(ConfigurationError, "find_batch_size", "map-style"):
         trainer.find_batch_size(Regressor(), DataLoader(Stream(), batch_size=4))
     with refuses(ConfigurationError, "find_batch_size", "strategy='zero3'"):

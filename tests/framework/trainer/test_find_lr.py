@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def by_hand(steps: int, low: float, high: float) -> list[float]:
     return losses
 
 
-def found(ranks: int, strategy: str, root: str | None = None, **settings: Any) -> tuple[LearningRates, bool]:
+def found(ranks: int, strategy: str, **settings: Any) -> tuple[LearningRates, bool]:
     """Return the result, and whether the module and the generators are unchanged."""
     module = Regressor(optimizer="sgd")
     weights, state = weights_of(module), (torch.get_rng_state(), random.getstate())
@@ -47,7 +46,6 @@ def found(ranks: int, strategy: str, root: str | None = None, **settings: Any) -
         max_epochs=1,
         devices=ranks,
         strategy=strategy,
-        default_root_dir=root,
         accumulate_grad_batches=2 // ranks,
         **settings,
     )
@@ -73,16 +71,6 @@ def test_losses_are_those_of_plain_torch_on_all_ranks(ranks: int, strategy: str)
 class Failing(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         raise AssertionError("callbacks take no part")
-
-
-def test_callbacks_loggers_and_files_take_no_part(tmp_path: Path) -> None:
-    rates, unchanged = found(
-        1, "single", str(tmp_path), callbacks=Failing(), logger="csv", enable_checkpointing=True, max_restarts=0
-    )
-
-    assert len(rates.results["lr"]) == 20
-    assert unchanged
-    assert not [*tmp_path.iterdir()]
 
 
 def test_callbacks_of_the_module_take_no_part() -> None:
@@ -164,14 +152,3 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], name: str) -> 
 def test_a_pipeline_is_refused_before_ranks_start() -> None:
     with refuses(ConfigurationError, "find_lr", "strategy='pipeline'"):
         silent_trainer(max_epochs=1, devices=2, strategy="pipeline").find_lr(Regressor(), DataLoader(DATA))
-
-
-def test_an_iterator_and_manual_optimization_are_refused() -> None:
-    class Manual(Regressor):
-        automatic_optimization = False
-
-    trainer = silent_trainer(max_epochs=1, devices=1)
-    with refuses(ConfigurationError, "find_lr", "iterator"):
-        trainer.find_lr(Regressor(), iter([DATA.tensors]))
-    with refuses(ConfigurationError, "find_lr", "automatic_optimization"):
-        trainer.find_lr(Manual(), DataLoader(DATA))

@@ -1,18 +1,23 @@
-"""Searches for a learning rate and a batch size under each strategy: module, generators and fits stay bit-identical."""
+"""Searches for a learning rate and a batch size: module, generators and fits stay bit-identical under each strategy."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from exhausted import Exhausted, strategy_of
-from models import regression_data, silent_trainer, weights_of
+from messages import refuses
+from models import Regressor, equal, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader
+
+from phalanx import Callback
+from phalanx.framework.core.errors import ConfigurationError
 
 
 class Drawing(Exhausted):
@@ -35,28 +40,35 @@ def state_of(module: Drawing) -> list[Any]:
     return [tensors, modes, held, module.calls, module.updates, sorted(vars(module))]
 
 
-def are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(are_equal(*pair) for pair in zip(one, other, strict=True))
-    return bool(one == other)
+class Absent(Callback):
+    """Takes no part in searches."""
+
+    searching = False
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        assert not self.searching
 
 
-def fitted(ranks: int, strategy: str, searches: bool) -> tuple[Tensor, list[Any], bool, int]:
+def fitted(ranks: int, strategy: str, root: str, searches: bool) -> tuple[Tensor, list[Any], bool, int]:
     """Search, if asked to, and fit; return weights, generators, whether the searches left no trace, and a size."""
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(5)
     own = torch.Generator().manual_seed(8)
     module, size, unchanged = Drawing("forward", 0, 6, dropout=0.5, norm=True), 0, True
-    trainer = silent_trainer(max_epochs=1, devices=ranks, strategy=strategy_of(strategy))
+    callback = Absent()
+    files: dict[str, Any] = {"logger": "csv", "enable_checkpointing": True, "default_root_dir": root}
+    trainer = silent_trainer(max_epochs=1, devices=ranks, strategy=strategy_of(strategy), callbacks=callback, **files)
     data = DataLoader(regression_data(60), batch_size=4, shuffle=True, generator=own)
     if searches:
         before = [state_of(module), generators(own)]
+        callback.searching = True
         size = trainer.find_batch_size(module, data, init_val=4).size
         rates = trainer.find_lr(module, data, num_training=6)
         assert len(rates.results["lr"]) == 6
-        unchanged = are_equal([state_of(module), generators(own)], before) and trainer.global_step == 0
+        unchanged = equal([state_of(module), generators(own)], before) and trainer.global_step == 0
+        callback.searching = False
+        # Rank 0 alone writes.
+        assert not trainer.is_global_zero or not [*Path(root).iterdir()]
     trainer.fit(module, data)
     return weights_of(module), generators(own), unchanged, size
 
@@ -64,12 +76,26 @@ def fitted(ranks: int, strategy: str, searches: bool) -> tuple[Tensor, list[Any]
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("zero1", 2), ("zero2", 2)]
 )
-def test_a_fit_after_searches_is_that_of_a_fresh_program(strategy: str, ranks: int) -> None:
-    found = run_on_ranks(ranks, fitted, ranks, strategy, True, timeout=120)
-    fresh = run_on_ranks(ranks, fitted, ranks, strategy, False, timeout=120)
+def test_a_fit_after_searches_is_that_of_a_fresh_program(strategy: str, ranks: int, tmp_path: Path) -> None:
+    found = run_on_ranks(ranks, fitted, ranks, strategy, str(tmp_path), True, timeout=120)
+    fresh = run_on_ranks(ranks, fitted, ranks, strategy, str(tmp_path), False, timeout=120)
 
     for (weights, numbers, unchanged, size), (expected, drawn, *_) in zip(found, fresh, strict=True):
         assert unchanged
         assert size == 6
         assert torch.equal(weights, expected)
-        assert are_equal(numbers, drawn)
+        assert equal(numbers, drawn)
+
+
+class Manual(Regressor):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize("name", ["find_lr", "find_batch_size"])
+def test_an_iterator_and_manual_optimization_are_refused(name: str) -> None:
+    search = getattr(silent_trainer(max_epochs=1, devices=1), name)
+    data = regression_data(24)
+    with refuses(ConfigurationError, name, "iterator"):
+        search(Regressor(), iter([data.tensors]))
+    with refuses(ConfigurationError, name, "automatic_optimization"):
+        search(Manual(), DataLoader(data))

@@ -102,19 +102,6 @@ def test_the_number_of_batches_of_a_dev_run(tmp_path: Path, given: Any, read: An
     assert (found, type(found)) == (read, type(read))
 
 
-def test_learning_rates_that_a_monitor_has_read(tmp_path: Path) -> None:
-    class Scheduled(Tiny):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.25, weight_decay=0.125)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
-
-    monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
-    quiet_trainer(tmp_path, monitor, max_epochs=3, logger=CSVLogger()).fit(Scheduled(), loader())
-    assert monitor.lrs == {"lr-SGD": [0.5, 0.25, 0.125]}
-    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.25}
-    assert monitor.last_weight_decay_values == {"lr-SGD-weight_decay": 0.125}
-
-
 def test_the_rates_of_groups_that_are_added_in_a_fit(tmp_path: Path) -> None:
     class Growing(Tiny):
         def on_train_epoch_start(self) -> None:
@@ -293,26 +280,6 @@ def test_a_scheduler_that_the_module_advances_needs_no_step(kind: Any, count: in
 def test_another_scheduler_without_step_is_refused(tmp_path: Path) -> None:
     with refuses(ConfigurationError, "Counting", "lr_scheduler_step"):
         quiet_trainer(tmp_path, [], max_epochs=1).fit(Scheduling(), loader())
-
-
-def test_validation_loaders_are_requested_again_before_the_next_validation(tmp_path: Path) -> None:
-    class Asked(Tiny):
-        def __init__(self) -> None:
-            super().__init__({"metric": [1.0]})
-            self.calls: list[tuple[str, int]] = []
-
-        def train_dataloader(self) -> Any:
-            self.calls.append(("train", self.current_epoch))
-            return loader()
-
-        def val_dataloader(self) -> Any:
-            self.calls.append(("val", self.current_epoch))
-            return loader(4)
-
-    module = Asked()
-    settings = {"max_epochs": 6, "reload_dataloaders_every_n_epochs": 2, "check_val_every_n_epoch": 3}
-    quiet_trainer(tmp_path, [], **settings).fit(module)
-    assert module.calls == [("train", 0), ("val", 0), ("train", 2), ("val", 2), ("train", 4), ("val", 5)]
 
 
 def test_a_step_that_takes_an_iterator_is_refused(tmp_path: Path) -> None:
