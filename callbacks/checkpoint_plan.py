@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from ..framework.core.errors import ConfigurationError, is_count
@@ -180,10 +180,16 @@ class SavePlan:
     """A sentence that names the metric that is not known yet; files that need it are saved later."""
     waits: bool = False
     """Whether that metric has a value of earlier weights: the next validation gives the one of these."""
+    since: float | None = None
+    """The time of a save whose score an evaluation aside will give, in seconds since 1970; None for other saves."""
+    arrived: dict[str, float] = field(default_factory=dict)
+    """The scores of earlier checkpoints that have become known, by path."""
 
     def converted(self, convert: Callable[[str], str]) -> SavePlan:
         """Return the plan with other forms of its paths."""
-        return replace(self, last=self.last and convert(self.last), path=self.path and convert(self.path))
+        arrived = {convert(path): score for path, score in self.arrived.items()}
+        last, path = self.last and convert(self.last), self.path and convert(self.path)
+        return replace(self, last=last, path=path, arrived=arrived)
 
     @property
     def targets(self) -> list[str]:

@@ -23,14 +23,17 @@ from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError, is_count
 from ..framework.core.foreign_names import MEMBERS
 from ..framework.core.intervals import Due
+from ..framework.core.wording import counted
 from ..framework.metrics.hparams_text import as_yaml
 from ..framework.metrics.logger import Logger
 from ..framework.metrics.monitor import doubtful_mode, given_mode, missing_metric
 from ..framework.report import past_failures
+from ..framework.report.evaluations import PREFIX, evaluations_of
 from ..framework.storage.cached_url import local_place, portable, url_of
 from ..framework.system.atomic_directories import delete_hidden
 from ..framework.system.atomic_files import absolute
 from .checkpoint_plan import SavePlan, SaveSchedule
+from .evaluate import Evaluate
 from .last_step import LastStep
 from .monitoring import acts_at_epoch_end
 
@@ -57,6 +60,8 @@ class ModelCheckpoint(Callback):
     - The checkpoint that a fit was given as ``ckpt_path`` is not deleted by that fit, except with ``"auto"``.
     - Without ``monitor`` the newest checkpoint is the best (``save_top_k=1``), or all are retained (-1).
     - A checkpoint that is due between validations is ranked by the next one, if ``monitor`` is a metric of validations.
+    - With ``Evaluate(aside=True)``, a ``monitor`` whose name begins with ``eval/`` ranks a checkpoint at the first save
+      after its result is known, or at the end of the fit. Until then the checkpoint is retained.
     - ``last.ckpt`` is separate: it is written whenever a checkpoint is due and again at the end of the fit, for any
       value of the metric. It shares its bytes on the disk with the checkpoint that was saved at the same time. A run
       that would end without any checkpoint, as none came due or its metric is not known, saves it too.
@@ -123,6 +128,8 @@ class ModelCheckpoint(Callback):
     """The step of the newest save that has not failed; -1 before the first save and after a failed one."""
     _deferred: bool = False
     """Whether a save that came due waits for its metric: for the next validation, or the end of the epoch."""
+    _ranks_later: bool = False
+    """Whether an evaluation aside gives the metric, some time after the save."""
     _replaced: list[str]
     """Checkpoints that are deleted once the pending save is published. A run resumed from that save deletes those that
     a killed run has left."""
@@ -222,7 +229,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def needed_metrics(self) -> list[str]:
-        return [*self._template.metrics, *([self.monitor] if self.monitor else [])]
+        return [*self._template.metrics, *([self.monitor] if self.monitor and not self._ranks_later else [])]
 
     @property
     def ranked_metric(self) -> tuple[str, str, float | None] | None:
@@ -253,6 +260,8 @@ class ModelCheckpoint(Callback):
 
     def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._has_run = True
+        evaluations = [callback.aside for callback in trainer.callbacks if isinstance(callback, Evaluate)]
+        self._ranks_later = bool(evaluations) and all(evaluations) and (self.monitor or "").startswith(PREFIX)
         if self._doubt is not None:
             trainer.note(self._doubt)
         if not trainer.fast_dev_run and (self._kept.saves or self.save_last):
@@ -325,6 +334,23 @@ class ModelCheckpoint(Callback):
             why = f"without a value of {self.monitor!r} for its weights" if is_unknown else "before a save was due"
             trainer.note(f"The run ends at step {step} {why}. They were saved as {self.last_model_path}, unranked.")
 
+    def on_fit_end(self, trainer: TrainerView, module: TrainModule) -> None:
+        # The evaluation aside has ended before: this callback is called last.
+        if not self._ranks_later or trainer.fast_dev_run:
+            return
+        before = self._kept.paths
+        plan = SavePlan(arrived=self._arrived(trainer) if trainer.is_global_zero else {}).converted(portable)
+        self._rank(trainer.world.broadcast_object(plan).converted(lambda path: str(local_place(path))))
+        if not trainer.is_global_zero:
+            return
+        for text in self._remove(before - self._spared(trainer), delete_hidden):
+            trainer.note(text)
+        if unknown := len(self._kept.waiting):
+            trainer.note(
+                f"The run ends without a value of {self.monitor!r} for {counted(unknown, 'checkpoint')}: they are "
+                "retained, unranked."
+            )
+
     def _its_time(self, trainer: TrainerView) -> bool:
         """Whether the interval has passed by rank 0's clock; a signal informs all ranks at the next step."""
         trigger = f"save by {self.state_key}"
@@ -369,12 +395,39 @@ class ModelCheckpoint(Callback):
         for name in self.needed_metrics:
             if name not in metrics:
                 return SavePlan(last, missing=str(missing_metric("ModelCheckpoint", name, logged)))
+        if self._ranks_later:
+            accepted = self._kept.best.k != 0 or self._kept.accepts(None)
+            path = names.free(self.dirpath, metrics, "") if accepted else ""
+            return SavePlan(last, path, counts=True, since=time.time(), arrived=self._arrived(trainer))
         if self.monitor in trainer.outdated_metrics:
             return SavePlan(last, missing=f"{self.monitor!r} was measured at earlier weights.", waits=True)
         score = float(metrics[self.monitor]) if self.monitor is not None else None
         accepted = self._kept.accepts(score)
         path = names.free(self.dirpath, metrics, self._kept.gives_way) if accepted else ""
         return SavePlan(last, path, score, counts=True)
+
+    def _arrived(self, trainer: TrainerView) -> dict[str, float]:
+        """Return the results of checkpoints that wait for theirs, by path; on rank 0."""
+        waiting = self._kept.waiting
+        results = evaluations_of(trainer.run_dir) if waiting else []
+        # An earlier time is that of other weights of the same step, which were trained again.
+        return {
+            path: each.values[self.monitor]
+            for path, (step, since) in waiting.items()
+            for each in results
+            if self.monitor in each.values and each.step == step and each.time >= since
+        }
+
+    def _rank(self, plan: SavePlan) -> None:
+        """Rank earlier checkpoints whose scores have become known."""
+        for path, score in plan.arrived.items():
+            self._kept.rank(path, score)
+            self._current = score
+
+    def _spared(self, trainer: TrainerView) -> set[str]:
+        """Return the paths that are not deleted."""
+        # A checkpoint that the user resumes from by name stays: it may be the start of several runs.
+        return {"", *self._kept.paths, self.last_model_path, trainer.named_checkpoint or ""}
 
     # ---- records ----------------------------------------------------------------------------------------------------
 
@@ -447,7 +500,12 @@ class ModelCheckpoint(Callback):
 
         # Earlier versions have saved the list under this name.
         state = {"replaced": state.get("giving_way", []), **state}
-        moved = {**state, "best_k_models": {here(path): score for path, score in state["best_k_models"].items()}}
+        waiting = {here(path): since for path, since in state.get("waiting_models", {}).items()}
+        moved = {
+            **state,
+            "waiting_models": waiting,
+            "best_k_models": {here(path): score for path, score in state["best_k_models"].items()},
+        }
         for name in ("newest_models", "kept_for_ever", "replaced"):
             if name in state:
                 moved[name] = [here(path) for path in state[name]]
@@ -477,12 +535,11 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: TrainerView, plan: SavePlan) -> None:
         """Save according to a plan; the records are updated first, as they are part of the checkpoint. Collective."""
         before, previous, targets = self.state_dict(), {*self._kept.paths, self.last_model_path}, plan.targets
-        self._record(plan)
+        self._record(plan, trainer.global_step)
         if not targets:
             self._report(trainer, plan)
             return
-        # A checkpoint that the user resumes from by name stays: it may be the start of several runs.
-        spared = {"", *targets, *self._kept.paths, self.last_model_path, trainer.named_checkpoint}
+        spared = {*targets, *self._spared(trainer)}
         replaced = sorted(previous - spared)
         if self.dirpath is not None and url_of(self.dirpath) is not None:
             # They are deleted in the bucket some time after this, and a machine that is lost until then cannot.
@@ -514,8 +571,9 @@ class ModelCheckpoint(Callback):
         if self._schedule.has_changed:
             trainer.note(sentence)
 
-    def _record(self, plan: SavePlan) -> None:
-        """Add a checkpoint to the records before it is saved."""
+    def _record(self, plan: SavePlan, step: int) -> None:
+        """Add a checkpoint to the records before it is saved, after those of which the score has become known."""
+        self._rank(plan)
         if plan.score is not None:
             self._current = plan.score
         if plan.last:
@@ -525,6 +583,8 @@ class ModelCheckpoint(Callback):
         if plan.path:
             self._newest = plan.path
             self._kept.add(plan.path, plan.score)
+            if plan.since is not None and self.save_top_k != 0:
+                self._kept.wait(plan.path, step, plan.since)
 
     def _finished(
         self, trainer: TrainerView, plan: SavePlan, before: dict[str, Any], error: PhalanxError | None

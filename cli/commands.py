@@ -164,6 +164,8 @@ def _evaluate(commands: Any) -> None:
     between = f"time between two looks of --watch (default: {WATCH_SECONDS:g})"
     add("--interval", type=float, default=WATCH_SECONDS, metavar="SECONDS", help=between)
     add("--again", action="store_true", help="also evaluate checkpoints that have results")
+    # Of Evaluate(aside=True), whose fit says on the standard input that it has saved its last checkpoint.
+    add("--beside-fit", action="store_true", help=argparse.SUPPRESS)
 
 
 def _launch(commands: Any) -> None:

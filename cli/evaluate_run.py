@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import time
+import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from threading import Event, Thread
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from ..framework.api.train_module import TrainModule
 from ..framework.checkpoint.inspection import candidates, furthest
 from ..framework.checkpoint.manifest import Manifest, read_manifest, run_of
+from ..framework.checkpoint.reader import open_checkpoint
+from ..framework.checkpoint.safetensors_export import validated_average
 from ..framework.checkpoint.verify import first_incomplete, verify
 from ..framework.core.accelerators import accelerator_type, num_devices
 from ..framework.core.errors import CheckpointError, ConfigurationError, StorageError
+from ..framework.core.interception import intercepting
 from ..framework.core.progress import Progress
 from ..framework.distributed.seed import seed_everything
 from ..framework.huggingface.harness_tasks import HarnessTasks
@@ -44,9 +49,10 @@ def evaluate_checkpoints(given: argparse.Namespace) -> int:
         tasks: Any = HarnessTasks.read(given.tasks)
         name = tasks.name
     else:
-        tasks, name = find_module(given.function, "--function "), given.function
-    module_class = None if given.module is None else find_module(given.module)
-    evaluator = RunEvaluator(directory, tasks, name, module_class, _device(given.device), given.average or False)
+        tasks, name = _imported(given.function, "--function "), given.function
+    module_class = None if given.module is None else _imported(given.module, "--module ")
+    average: str | Literal[False] | None = given.average or (None if given.beside_fit else False)
+    evaluator = RunEvaluator(directory, tasks, name, module_class, _device(given.device), average)
     made = _evaluate_all(evaluator, given)
     if given.json:
         say_json({"schema": 1, "path": str(directory), "evaluations": [vars(each) for each in made]})
@@ -58,9 +64,10 @@ def evaluate_checkpoints(given: argparse.Namespace) -> int:
 def _evaluate_all(evaluator: RunEvaluator, given: argparse.Namespace) -> list[Evaluation]:
     made: list[Evaluation] = []
     seen = set() if given.again else evaluator.evaluated_steps()
+    ended = _end_of_fit() if given.beside_fit else Event()
     while True:
         # Before the search: a checkpoint that is saved in between is found in the last round.
-        goes_on = given.watch and RunFiles(evaluator.directory).state in _GOES_ON
+        goes_on = given.watch and not ended.is_set() and RunFiles(evaluator.directory).state in _GOES_ON
         for step, path, manifest in evaluator.checkpoints():
             if step in seen:
                 continue
@@ -78,9 +85,54 @@ def _evaluate_all(evaluator: RunEvaluator, given: argparse.Namespace) -> list[Ev
                 say_wrapped(f"{path.name} (step {step:,}): {numbers}")
         if not goes_on:
             break
-        time.sleep(given.interval)
+        ended.wait(given.interval)
     evaluator.amend_report(made)
     return made
+
+
+def _end_of_fit() -> Event:
+    """Return an event that is set once the fit that has started this process has saved its last checkpoint.
+
+    The fit says so by a line on the standard input. If that is closed without it, the fit was killed, and this process
+    ends at once.
+    """
+    ended = Event()
+
+    def read() -> None:
+        if not sys.stdin.readline():
+            os._exit(1)
+        ended.set()
+
+    Thread(target=read, name="phalanx-end-of-fit", daemon=True).start()
+    return ended
+
+
+class _Imported:
+    """Refuses to train in a program that is only imported."""
+
+    def __init__(self, given: str) -> None:
+        self._given = given
+
+    def settings(self, given: Any) -> Any:
+        return given
+
+    def stage(self, session: Any, stage: str, request: Any) -> Any:
+        self._refuse()
+
+    def loop(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigurationError(
+            f"{self._given}: the program trains where it is imported: let it train under "
+            "if __name__ == '__main__', or name a module of its own."
+        )
+
+
+def _imported(given: str, option: str) -> Any:
+    """Return what an option names in a module, as ``find_module`` does, of a program that does not train there."""
+    with intercepting(_Imported(f"{option}{given}")):
+        return find_module(given, option)
 
 
 class RunEvaluator:
@@ -92,7 +144,8 @@ class RunEvaluator:
         name: the name of the tasks in the records.
         module_class: the class of the module; None for the one that a checkpoint names.
         device: the device of the module.
-        average: the average of the weights to evaluate; False for the trained weights.
+        average: the average of the weights to evaluate; False for the trained weights, None for the weights with which
+            the run validates.
     """
 
     def __init__(
@@ -102,7 +155,7 @@ class RunEvaluator:
         name: str,
         module_class: type[TrainModule] | None,
         device: torch.device,
-        average: str | Literal[False],
+        average: str | Literal[False] | None,
     ) -> None:
         self.directory = directory
         self._tasks, self._name, self._device, self._average = tasks, name, device, average
@@ -149,7 +202,10 @@ class RunEvaluator:
         if problems := verify(path):
             raise CheckpointError(f"{path.name} is damaged: {problems[0]}")
         module_class = self._class or _class_in(manifest)
-        module = module_class.load_from_checkpoint(path, average=self._average).to(self._device).eval()
+        average = self._average
+        if average is None:
+            average = validated_average(open_checkpoint(path)) or False
+        module = module_class.load_from_checkpoint(path, average=average).to(self._device).eval()
         module.trainer = self._trainer
         self._trainer.progress.load_state_dict(_progress_in(manifest))
         seed_everything(0)

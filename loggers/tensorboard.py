@@ -63,6 +63,9 @@ class TensorBoardLogger(FileLogger):
         self._kwargs = kwargs
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None
+        self._resumed_at = 0
+        """The first step that a resumed run records; results of earlier ones may be in the files already."""
+        self._earlier: dict[str, set[int]] | None = None
         # Metrics arrive in the writer thread; a user's histogram may open the file first.
         self._lock = Lock()
 
@@ -92,6 +95,8 @@ class TensorBoardLogger(FileLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record metrics; a mapping as a value becomes one chart of several lines. ``step`` counts up if None."""
         step = self._count_step(step)
+        if step < self._resumed_at:
+            metrics = {key: value for key, value in metrics.items() if not self._has_earlier(key, step)}
         writer = self.experiment
         for key, value in metrics.items():
             if isinstance(value, Mapping):
@@ -143,7 +148,19 @@ class TensorBoardLogger(FileLogger):
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
         # TensorBoard then hides the records of earlier files from this step.
-        self._purge_step = step
+        self._purge_step = self._resumed_at = step
+        self._earlier = None
+
+    def _has_earlier(self, key: str, step: int) -> bool:
+        """Whether a value of a step before the resumption is in the files. They are read if there is such a step."""
+        if self._earlier is None:
+            # The import takes a tenth of a second, so it is made only when it is needed.
+            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+            files = EventAccumulator(str(self._make_log_dir()), size_guidance={"scalars": 0})
+            files.Reload()
+            self._earlier = {tag: {each.step for each in files.Scalars(tag)} for tag in files.Tags()["scalars"]}
+        return step in self._earlier.get(self._with_prefix(key), ())
 
     def save(self) -> None:
         if self._writer is not None:

@@ -98,6 +98,8 @@ class Retention:
         self.ranked = ranked
         self.every_nth = every_nth
         self.depth = max(newest, 0 if ranked else k, 1 if not ranked and k == -1 else 0)
+        self.waiting: dict[str, tuple[int, float]]
+        """Checkpoints that are retained until their score is known: the step and the time of each, in seconds."""
         self.newest: list[str]
         self.forever: list[str]
         self.due: int
@@ -107,6 +109,7 @@ class Retention:
     def clear(self) -> None:
         """Forget all checkpoints."""
         self.best.scores = {}
+        self.waiting = {}
         self.newest, self.forever, self.due = [], [], 0
 
     @property
@@ -117,7 +120,7 @@ class Retention:
     @property
     def paths(self) -> set[str]:
         """The paths of all retained checkpoints."""
-        return {*self.best.scores, *self.newest, *self.forever}
+        return {*self.best.scores, *self.waiting, *self.newest, *self.forever}
 
     @property
     def gives_way(self) -> str:
@@ -147,9 +150,20 @@ class Retention:
         if self._is_nth(self.due) or (not self.ranked and self.best.k == -1):
             self.forever = [*(one for one in self.forever if one != path), path]
 
+    def wait(self, path: str, step: int, seconds: float) -> None:
+        """Retain an added checkpoint until ``rank`` gives its score."""
+        self.waiting[path] = (step, seconds)
+
+    def rank(self, path: str, score: float) -> None:
+        """Give the score of a checkpoint that waits for it."""
+        del self.waiting[path]
+        if self._ranks(score):
+            self.best.add(path, score)
+
     def forget(self, path: str) -> None:
         """Remove a checkpoint that no longer exists."""
         self.best.scores.pop(path, None)
+        self.waiting.pop(path, None)
         self.newest = [one for one in self.newest if one != path]
         self.forever = [one for one in self.forever if one != path]
 
@@ -157,6 +171,7 @@ class Retention:
         """Return the retained paths and their scores."""
         return {
             "best_k_models": dict(self.best.scores),
+            "waiting_models": {path: list(since) for path, since in self.waiting.items()},
             "newest_models": list(self.newest),
             "kept_for_ever": list(self.forever),
             "due": self.due,
@@ -165,6 +180,8 @@ class Retention:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a ``state_dict``; entries missing from an older checkpoint are empty."""
         self.best.scores = {path: float(score) for path, score in state["best_k_models"].items()}
+        waiting = state.get("waiting_models", {})
+        self.waiting = {path: (int(step), float(seconds)) for path, (step, seconds) in waiting.items()}
         newest = state.get("newest_models", [state["newest"]] if state.get("newest") else [])
         self.newest = list(newest)
         self.forever = list(state.get("kept_for_ever", []))

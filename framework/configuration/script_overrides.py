@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -47,8 +48,21 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             if not rest or rest[0].startswith("--"):
                 raise ConfigurationError(f"{option!r} needs a value: {option}=VALUE.")
             text = rest.pop(0)
-        overrides[name] = _checked(name, _value(text), known[name].metadata["rule"])
+        with naming_options(known):
+            overrides[name] = _checked(name, _value(text), known[name].metadata["rule"])
     return overrides
+
+
+@contextmanager
+def naming_options(names: Collection[str]) -> Iterator[None]:
+    """Let an error that begins with an argument of the Trainer name its option, as ``trainer.max_epochs``."""
+    try:
+        yield
+    except ConfigurationError as error:
+        text = str(error)
+        if text.partition("=")[0] in names:
+            error.args = (f"{_PREFIX.lstrip('-')}{text}", *error.args[1:])
+        raise
 
 
 def _advice(option: str, known: list[str]) -> str:

@@ -19,6 +19,7 @@ from ..trainer.trainer import Trainer
 from . import create_parser, instantiate, parse_configuration
 from .optimizers import configured_optimizers, use_optimizers
 from .save_config import SaveConfigCallback
+from .script_overrides import naming_options
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -209,7 +210,8 @@ class TrainerCLI(NamesArguments):
                 given[name] = value
         callbacks = [*as_list(given.get("callbacks")), *as_list(self.trainer_defaults.get("callbacks"))]
         callbacks += [self._value(self.config_init, key) for key in self._own_parser.callback_keys]
-        trainer = self.trainer_class(**{**given, "callbacks": callbacks or given.get("callbacks")})
+        with naming_options(given):
+            trainer = self.trainer_class(**{**given, "callbacks": callbacks or given.get("callbacks")})
         # The report of a run lists the arguments of the Trainer: the user has not given this one.
         if saved := self._config_callback(given):
             trainer.callbacks.append(saved)

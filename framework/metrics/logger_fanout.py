@@ -119,10 +119,10 @@ class LoggerThread:
             with contextlib.suppress(Exception):
                 self.logger.finalize("failed")
 
-    def mark(self) -> dict[str, Any]:
-        """Return a dict that is filled with the logger's state once all earlier calls are made; empty if it is too
-        slow."""
-        state: dict[str, Any] = {}
+    def mark(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a dict with known values that is filled with the logger's state once all earlier calls are made; it
+        is not if the logger is too slow."""
+        state = dict(known)
         if self._thread is None:
             self.call("state_dict", _read_state, (self.logger, state))
         elif self._keeps_up:
@@ -180,6 +180,8 @@ def _read_state(logger: Logger, state: dict[str, Any]) -> None:
     state.update(logger.state_dict())
 
 
+# The key of ``late_position`` in the state of a logger.
+_POSITION = "late_position"
 # After this time the end of a run reports that it waits for a logger; Logger.close_seconds limits the waiting.
 _PATIENCE_SECONDS = 1.0
 # How long a checkpoint waits, once, for a logger to write the records made before it.
@@ -207,6 +209,10 @@ class LoggerFanout:
         self._note = note
         self._writers = [LoggerThread(logger) for logger in loggers]
         self._observers: list[Callable[[Mapping[str, float], int], None]] = []
+        self._pick_up: Callable[[], None] | None = None
+        self.late_position = 0
+        """How much of the source of late results has been sent. A checkpoint holds it with the states of the loggers,
+        so that a resumed fit sends the rest, once."""
 
     @property
     def loggers(self) -> list[Logger]:
@@ -228,6 +234,18 @@ class LoggerFanout:
         for writer in self._writers:
             writer.newest_step = step
         self._send("log_metrics", metrics, step)
+
+    def pick_up_by(self, function: Callable[[], None]) -> None:
+        """Call a function whenever a checkpoint is saved and before the loggers are finalized; it sends late results.
+
+        It runs in the training thread.
+        """
+        self._pick_up = function
+
+    def log_late(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics at an optimizer step before the newest one. Observers, which know them by themselves, and the
+        order of steps that they see, are left out."""
+        self._send("log_metrics", dict(metrics), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         self._send("log_hyperparams", dict(params))
@@ -253,6 +271,7 @@ class LoggerFanout:
 
         A logger that takes too long is not waited for again; its state is unknown from that time.
         """
+        self._take_late()
         marks = self.mark() if marks is None else marks
         for writer in self._writers:
             writer.flush(_FLUSH_SECONDS)
@@ -261,18 +280,21 @@ class LoggerFanout:
 
     def mark(self) -> list[tuple[str, dict[str, Any]]]:
         """Return, for a later ``state_dicts``, the state of each logger after all calls made so far."""
-        return [(writer.name, writer.mark()) for writer in self._writers]
+        position = {_POSITION: self.late_position} if self.late_position else {}
+        return [(writer.name, writer.mark(position)) for writer in self._writers]
 
     def resume(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
         """Drop records that loggers made after a checkpoint that was saved with ``states`` (see ``state_dicts``)."""
         same = [writer.name for writer in self._writers] == [state["kind"] for state in states]
         for number, writer in enumerate(self._writers):
-            state = states[number]["state"] if same else {}
+            state = dict(states[number]["state"]) if same else {}
+            self.late_position = int(state.pop(_POSITION, 0))
             writer.call("resume", partial(writer.logger.resume, step, state))
         self._leave_out_failed()
 
     def finalize(self, status: str) -> None:
         """Flush and finalize every logger and end the threads; later calls start them again."""
+        self._take_late()
         self._send("finalize", status)
         for writer in self._writers:
             writer.finish()
@@ -287,6 +309,10 @@ class LoggerFanout:
                 writer.join(max(0.0, began + writer.logger.close_seconds - time.monotonic()))
         self._report_lost()
         self._leave_out_failed()
+
+    def _take_late(self) -> None:
+        if self._pick_up is not None and self._writers:
+            self._pick_up()
 
     def _send(self, method: str, *arguments: Any) -> None:
         has_news = False

@@ -81,6 +81,22 @@ def evaluations_of(directory: Path) -> list[Evaluation]:
     return [found for line in whole_lines(directory / EVALUATIONS_FILE) if (found := _parsed(line)) is not None]
 
 
+def new_evaluations(path: Path, position: int) -> tuple[list[Evaluation], int]:
+    """Return the evaluations in a file after a position in bytes, and the position after them."""
+    try:
+        if path.stat().st_size <= position:
+            return [], position
+        with path.open("rb") as file:
+            file.seek(position)
+            text = file.read()
+    except OSError:
+        return [], position
+    # The last line may be in the middle of being written.
+    whole = text[: text.rfind(b"\n") + 1]
+    found = [each for line in whole.splitlines() if (each := _parsed(line)) is not None]
+    return found, position + len(whole)
+
+
 def _parsed(line: bytes) -> Evaluation | None:
     try:
         given = json.loads(line)

@@ -183,6 +183,15 @@ def variables_of_assigned(run: AssignedRun) -> dict[str, str]:
     return {**os.environ, _ASSIGNED: json.dumps(asdict(run))}
 
 
+def variables_apart() -> dict[str, str]:
+    """Return the variables of a new process that is no rank, nor the run of a sweep, and imports what this one does."""
+    of_rank = {*variables_of(Placement()), DIRECTORY, ERROR_DIR, ATTEMPT, COMMAND, RUN, STORE_FD, ELASTIC, RESTARTS}
+    own = {*of_rank, _OVERRIDES, _ASSIGNED}
+    others = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "SLURM_STEP")
+    kept = {name: value for name, value in os.environ.items() if name not in own and not name.startswith(others)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
 def adopt_environment(environment: dict[str, str]) -> None:
     """Replace the environment of this process: a forked rank inherits its parent's."""
     os.environ.clear()

@@ -10,6 +10,7 @@ from ..run.run import rates_of
 from ..system.environment import attempt
 from ..system.processes import peak_resident_bytes, resident_bytes
 from ..watchdog.heartbeat import SECTIONS
+from .late_results import LateResults
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
 
 
 def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
-    """Record a fit from now on, in a thread of rank 0. What is logged is recorded, too."""
+    """Record a fit from now on, in a thread of rank 0. What is logged is recorded, too.
+
+    Results that other processes add to the record are passed to the loggers.
+    """
     run = loop.run
+    run.loggers.pick_up_by(LateResults(session.directory.path, run.loggers, run.progress.global_step).pick_up)
     begin = {
         "step": run.progress.global_step,
         "attempt": attempt(),

@@ -162,6 +162,20 @@ def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert said in found.err
 
 
+def test_a_program_that_trains_where_it_is_imported_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(tmp_path, 2)
+    (tmp_path / "unguarded.py").write_text("from test_eval_command import *\n\ntrained(Path('again'))\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = CalledCommand("eval", capsys)(run, "--function", "unguarded:distance")
+    assert found.code == ConfigurationError.exit_code
+    assert "--function unguarded:distance" in found.err
+    assert "__main__" in found.err
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_damaged_checkpoint_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path)
     file = next((run / "checkpoints").glob("*step=4.ckpt/*.safetensors"))

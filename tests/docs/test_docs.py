@@ -63,6 +63,14 @@ def test_the_blocks_of_a_page_are_a_script(name: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_the_block_on_an_evaluation_aside_is_a_script(tmp_path: Path) -> None:
+    # Its process imports the script, so it is run alone: the block before it trains where it is imported.
+    _, code = blocks(ROOT / "docs/evaluation.md")[1]
+    (tmp_path / "train.py").write_text(code)
+    result = run_script(tmp_path / "train.py", cwd=tmp_path, timeout=120.0)
+    assert result.returncode == 0, result.stdout
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_a_block_that_does_not_run_says_why(page: Path) -> None:
     assert [info for info, _ in blocks(page) if info and not NO_RUN.fullmatch(info)] == []
