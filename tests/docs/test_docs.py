@@ -6,6 +6,7 @@ A block that cannot run in a test says so and why: ```` ```python no-run (needs 
 from __future__ import annotations
 
 import inspect
+import argparse
 import re
 import tempfile
 from pathlib import Path
@@ -143,6 +144,6 @@ def test_the_page_of_the_command_explains_each_command_and_option() -> None:
         for name, text in explained.items()
         for action in commands.choices[name]._actions
         for option in action.option_strings
-        if option not in ("-h", "--help", "--json") and option not in text
+        if action.help != argparse.SUPPRESS and option not in ("-h", "--help", "--json") and option not in text
     ]
     assert missing == []
