@@ -5,8 +5,8 @@ A block that cannot run in a test says so and why: ```` ```python no-run (needs 
 
 from __future__ import annotations
 
-import inspect
 import argparse
+import inspect
 import re
 import tempfile
 from pathlib import Path
