@@ -3,6 +3,7 @@
 A step is a window of micro-batches, always in these phases. Those with [R] are left out on one rank, which has nothing
 to exchange.
 
+    [R] with hooks ``on_train_batch_start``: start the first batch, see ``__init__``   ``start_micro_batch``
     [R] start the control reduction: weight of the window over all ranks, signals      ``ReducedTotals.open``
     for each micro-batch, in the order and by the gradient rule of ``Passes.run``:
         fetch, unless all were fetched before                                          ``with_fillers``

@@ -121,7 +121,7 @@ class LockstepFiller:
             backward(zero)
 
     def missing(self, first: Any, count: int, agreement: Agreement, window_size: int) -> int:
-        """Return the number of fillers that make this rank's window as long as the longest one.
+        """Return the number of fillers that make this rank's window full, or as short as those of all others.
 
         In the first window every rank calls it, and ranks without data receive a batch. After that it only computes,
         and ranks that have all micro-batches of the window do not call it.

@@ -351,9 +351,9 @@ class FitLoop:
         """
         run = self.run
         hooks = run.hooks("on_train_epoch_start")
-        again = run.progress.hooks_started if begins else len(hooks)
+        repeated = run.progress.hooks_started if begins else len(hooks)
         for number, hook in enumerate(hooks):
-            if number >= again:
+            if number >= repeated:
                 run.repeated.rejoin()
                 run.progress.hooks_started = number + 1
                 hook()

@@ -74,7 +74,7 @@ class ReducedTotals(LocalTotals):
         self._assured = -1, 0
         """An epoch, and the number of its micro-batches that every rank certainly has."""
         self._coming = -1, 0
-        """The same, where the reduction in progress shows that they are assured."""
+        """The same, where the reduction in progress shows that they are assured: to the end of the next window."""
         self._reads_late = False
         """Whether the reduction in progress is read after the last backward pass."""
         self._is_known = False

@@ -61,8 +61,8 @@ class Routed(Enum):
 class Traits:
     """The properties of a strategy that the rest of phalanx depends on, as data.
 
-    There is none for replicas that differ between two averages, as in local SGD: ranks that hold the same parameters
-    hold equal values of them after each ``Strategy.step``.
+    Ranks that hold the same parameter hold equal values of it after each ``Strategy.step``. Strategies without this
+    property, such as local SGD, are not supported.
     """
 
     shards_state: bool = False

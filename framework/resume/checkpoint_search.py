@@ -55,7 +55,7 @@ class Origin:
     verified: bool = False
     """Whether rank 0 has read every byte of the checkpoint and verified its checksums."""
     identity: str | None = None
-    """The lock of the run's directory, if the run writes."""
+    """The contents of the lock of the run's directory, which identify the run; None if the run does not write."""
     continues: bool = False
     """Whether the fit continues in the directory that the checkpoint was saved from."""
     memory: NodeFolders | None = None

@@ -60,7 +60,8 @@ class RepeatedSection:
         """End the section of a resumed run: set the generators as they were at this point of the interrupted run.
 
         Code that has run since ``resume``, such as hooks, was repeated and may have drawn random numbers. The
-        interrupted run has already drawn those, and drawing them again would shift the generators.
+        interrupted run has already drawn those, and drawing them again would shift the generators. Only the first call
+        has an effect, and none has in a run that was not resumed.
         """
         if self.state is not None:
             restore(self.state["random"])

@@ -68,16 +68,18 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
 
     The order of a resumed fit:
 
-        choose the checkpoint and verify it; the seed; prepare_data and setup; the state of the data module
-        counters, and the position in the data for this number of ranks
+        choose the checkpoint and verify it (``claim_directory``); the seed; prepare_data and setup; the state of the
+            data module
+        counters, and the position in the data for this number of ranks (``build_loop``)
         configure_model, device, configure_optimizers
-        compare the checkpoint with module and optimizers on all ranks; no weight was loaded so far, so that a module
-            stays as it was if they do not match
+        compare the checkpoint with module and optimizers on all ranks (``agree_on_resumption``); no weight was loaded
+            so far, so that a module stays as it was if they do not match
         parameter groups and frozen parameters; Strategy.setup
-        weights, extra state of modules, optimizers, averages, schedulers, scaler, callbacks, metrics shown last;
-            on_load_checkpoint, which may read and change all of them
-        loggers; metrics of the epoch so far, numbers of evaluated batches, state of loaders
-        random generators, after the hooks that the epoch repeats
+        weights, extra state of modules, optimizers, averages, schedulers, scaler, callbacks, the metrics that were
+            shown last (``restore_run``); on_load_checkpoint, which may read and change all of them
+        loggers; metrics of the epoch so far, numbers of evaluated batches, state of loaders (``restore_rank``)
+        in the loop: the data are opened at the position (``Windows.begin``), and after the hooks that the epoch
+            repeats the random generators are set (``RepeatedSection.rejoin``)
 
     Args:
         session: the state of the Trainer.

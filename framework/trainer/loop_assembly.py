@@ -48,7 +48,10 @@ def build_loop(
     checkpoint: Checkpoint | None,
     origin: Origin,
 ) -> FitLoop:
-    """Build the loop of a fit, at the position of the checkpoint if the fit resumes within an epoch. Collective.
+    """Build the loop of a fit. Collective.
+
+    Of a checkpoint this restores the counters and, within an epoch, the position in the data. ``restore_run`` and
+    ``restore_rank`` restore the rest, once the module and its optimizers exist.
 
     Args:
         session: the state of the Trainer.
