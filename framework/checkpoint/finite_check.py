@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from operator import attrgetter
 
 import torch
@@ -41,17 +42,16 @@ def all_finite(tensors: list[Tensor]) -> bool:
     place, so the tensors must be dense and local to this rank. It is private: the public ``GradScaler.unscale_`` groups
     the parameters of an optimizer first, and ``torch._foreach_norm`` visits each tensor on its own on CPUs.
     """
+    if not tensors:
+        return True
     if True not in map(_requires_grad, tensors):
-        # Those of the last call: to look a device up costs as much as the check of a small model.
-        found, one = _operands[-1]
+        # To look a device up costs as much as the check of a small model.
+        found, one = _ON_CPU if tensors[0].is_cpu else _found_and_one(tensors[0].device)
         try:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
         except RuntimeError:
             # Complex tensors, overlapping memory, several devices, sparse tensors.
             found.zero_()
-            if tensors[0].device != found.device:
-                _use_operands(tensors[0].device)
-                return all_finite(tensors)
         else:
             if found.item() == 0.0:
                 return True
@@ -82,14 +82,14 @@ def scale_and_check(tensors: list[Tensor], factor: float) -> bool:
     return found.item() == 0.0
 
 
-def _use_operands(device: torch.device) -> None:
+@cache
+def _found_and_one(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a 0 for the result and a 1 to multiply by; cached, because creating them takes longer than the check."""
     with torch.inference_mode(False):
-        _operands[:] = [(torch.zeros((), device=device), torch.ones((), device=device))]
+        return torch.zeros((), device=device), torch.ones((), device=device)
 
 
-_operands: list[tuple[Tensor, Tensor]] = []
-"""A 0 for the result and a 1 to multiply by, on one device; kept, because creating them takes longer than the check."""
-_use_operands(torch.device("cpu"))
+_ON_CPU = _found_and_one(torch.device("cpu"))
 
 
 def has_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
