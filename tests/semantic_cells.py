@@ -46,6 +46,8 @@ _LAUNCHED_SECONDS = 120.0
 # How long a rank waits for the others to end after it has failed.
 _OTHERS_SECONDS = 3.0
 _TOLERANCE_OF_VALUES = 1e-4
+# How much of what the ranks printed a crash shows.
+_SHOWN = 8000
 _IMPERATIVES = re.compile(
     r"\b(use|set|call|pass|give|write|read|build|copy|choose|compute|convert|create|define|do|edit|freeze|gather|keep|leave"
     r"|load|log|make|move|put|register|remove|replace|return|run|set|start|step|take|train|turn|wrap|change|add|clip"
@@ -193,7 +195,8 @@ def stopped(cell: Cell, ended: Sequence[Outcome | Failed], message: str) -> Verd
     """Judge ranks of which some did not end, or left something behind."""
     failures = [each for each in ended if isinstance(each, Failed)]
     if "died: " in message and not any(each.is_refusal for each in failures):
-        return launched(cell, f"crash: {message.partition('died: ')[2].splitlines()[0]}")
+        # How it died, the stack that it printed as it did, and what it printed before.
+        return launched(cell, f"crash: {message.partition('died: ')[2][:_SHOWN]}")
     if failures:
         # A launcher stops the other ranks.
         return of_failures(failures)
