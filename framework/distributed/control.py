@@ -232,8 +232,8 @@ class Triggers:
 
     # ---- the control reduction ------------------------------------------------------------------------------------
 
-    def launch(self, step: int, weight: float, batches: int, assures_next: bool = False) -> None:
-        """Start the control reduction of a window. Collective.
+    def launch(self, step: int, weight: float, batches: int, assures_next: bool = False) -> bool:
+        """Start the control reduction of a window; return whether this rank has raised a trigger before. Collective.
 
         Args:
             step: the number of optimizer steps that were reached before, ``Progress.steps_reached``. Skipped updates
@@ -258,11 +258,7 @@ class Triggers:
         )  # fmt: skip
         self._step = step
         self._launched = self.world.control_reduce((*numbers, *self.tally.unsent())), raised
-
-    @property
-    def has_sent(self) -> bool:
-        """Whether this rank had raised a trigger before the reduction that was launched last."""
-        return self._launched is not None and bool(self._launched[1])
+        return bool(raised)
 
     def read(self) -> Agreement:
         """Wait for the reduction that ``launch`` started, and run the exchanges that follow from it. Collective.
@@ -320,11 +316,16 @@ class Triggers:
         """Run the exchanges that follow from the result of ``agreement``, of triggers among others. Collective.
 
         Every rank calls it at the same point in relation to all other collectives, those of passes included.
+
+        Raises:
+            DesyncError: the ranks are not at the same optimizer step, as ``check_step`` finds before.
         """
         assert self._launched is not None
         assert self._read is not None
         raised, total, size = self._launched[1], self._read, self.world.size
         self._launched = self._read = None
+        if size * total.step_squared != total.step * total.step:
+            raise self._out_of_step(total.step / size)
         if total.has_raised:
             self._fire(raised)
         if self._kept:

@@ -12,7 +12,8 @@ from ..core.errors import ConfigurationError
 from ..core.torch_groups import set_groups_aside
 from .rendezvous import is_initialized
 
-_aside: list[None] = []
+ASIDE: list[None] = []
+"""One item for each context of ``groups_aside`` that this process is in."""
 
 
 def is_rehearsed() -> bool:
@@ -26,7 +27,7 @@ def refuse_aside() -> None:
     Raises:
         ConfigurationError: the other ranks are elsewhere, so this one would wait for them, or mix up their collectives.
     """
-    if _aside:
+    if ASIDE:
         raise ConfigurationError("A step that is rehearsed cannot communicate with ranks that are there.")
 
 
@@ -39,6 +40,6 @@ def groups_aside() -> Iterator[None]:
     with ExitStack() as patches:
         if dist.is_available():
             set_groups_aside(patches)
-        _aside.append(None)
-        patches.callback(_aside.pop)
+        ASIDE.append(None)
+        patches.callback(ASIDE.pop)
         yield

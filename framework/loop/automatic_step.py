@@ -52,6 +52,8 @@ from .user_update import UserUpdate
 from .window_batches import with_fillers, with_weights
 from .window_totals import LocalTotals, ReducedTotals
 
+_WEIGHTS_OF_ONE = (1.0,)
+
 
 class AutomaticStep(TrainingStep):
     """Runs forward, backward and update for an accumulation window, with one optimizer."""
@@ -98,7 +100,8 @@ class AutomaticStep(TrainingStep):
         # that they raise is part of it and takes effect in this step instead of the next. Without hooks the reduction
         # starts first, so that it overlaps with the transfer of the batch.
         self.starts_early = self.is_distributed and bool(self.batch_start)
-        self.unweighted_single_rank = not self.is_distributed and self.batch_weight is None
+        self.takes_single = True
+        """Whether windows of one micro-batch may be run without the calls that only others need."""
         self.last_batch: Any = None
 
     def __call__(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
@@ -114,18 +117,38 @@ class AutomaticStep(TrainingStep):
             NonFiniteError: on all ranks; a loss or gradient is not finite, and the policy raises.
             DesyncError: on all ranks; they are at different optimizer steps.
         """
-        if not (self.unweighted_single_rank and len(batches) == 1):
+        several = self.is_distributed
+        is_weighted = self.batch_weight is not None or (several and samples is not None)
+        if len(batches) != 1 or size != 1 or is_weighted or self.filler is not None or not self.takes_single:
             return self._run_window(batches, size, samples)
-        # The same phases for one micro-batch on one rank: without weights, reductions and fillers. Each call that it
-        # leaves out counts in the step of a small model.
+        # The same phases for a window of one micro-batch of weight 1, without fillers. Each call that it leaves out
+        # counts in the step of a small model.
         self.epoch_skipped = False
         (batch,) = batches
         index = self.progress.batch_in_epoch
+        is_started = several and self.starts_early and not self.triggers.raised
+        if several:
+            self.last_batch = batch
+            if is_started:
+                batch = self.start_batch(batch, index)
+            if self.totals.open(batch, _WEIGHTS_OF_ONE, 1) == 0:
+                return False
+            self.passes.sync(True)
+            # After the fetch: a rank that waits for its data is behind the others.
+            self.phase[0] = 0
+        # Saves are refused until the update: a checkpoint in between would lose the accumulated gradients.
         self.run.in_window = True
-        batch = self.start_batch(batch, index)
+        if not is_started:
+            batch = self.start_batch(batch, index)
         output = None if self.epoch_skipped else self.forward(batch, index)
         loss = output if output.__class__ is Tensor else loss_of(output)
-        if loss is not None and self.is_watching:
+        if several:
+            self.totals.wait()
+            self.flags.reset()
+        has_loss = loss is not None
+        if not has_loss:
+            self._drop_from_log()
+        elif self.is_watching:
             self.is_watching, self.forward = False, self.routed()
         for hook in self.before_zero_grad:
             hook(self.optimizer)
@@ -133,13 +156,26 @@ class AutomaticStep(TrainingStep):
         self.phase[0] = LAST_BACKWARD
         if loss is not None:
             self.loss_checks.note(loss)
-            # One batch needs no weight; ``passes.mean_weight`` may be left over from an earlier window.
-            loss = loss if self.scaler is None else weighted(loss, 1.0, self.scaler)
+        nonfinite = self.guard.bad is not None
+        if several:
+            self.flags.send(has_loss, nonfinite)
+        if loss is not None:
+            # On one rank ``passes.mean_weight`` may be left over from an earlier window.
+            factor = 1.0 / self.totals.mean_weight if several else 1.0
+            loss = loss if factor == 1.0 and self.scaler is None else weighted(loss, factor, self.scaler)
             backward = self.passes.contribute if self.has_backward_hooks else self.passes.run_backward
             backward(loss)
-        self._update(loss is not None, self.guard.bad is not None, 1, index)
+        elif several:
+            self.strategy.zero_backward()
+        if several:
+            self.totals.close()
+            has_loss, nonfinite = self.flags.read(self.guard.checks.losses)
+        self._update(has_loss, nonfinite, 1, index)
         self.run.in_window = False
-        if self.batch_end and not self.epoch_skipped:
+        if self.epoch_skipped:
+            if several:
+                self._end_without_loss(index)
+        elif self.batch_end:
             self.end_micro_batch(output, batch, index)
         return True
 

@@ -64,7 +64,7 @@ class JointStep(AutomaticStep):
                 "on_train_batch_end."
             )
         self.starts_early = self.is_distributed
-        self.unweighted_single_rank = False
+        self.takes_single = False
         self.outputs: dict[int, Any] = {}
         """The outputs of the window in progress by position, on ranks that see them."""
         self.shown: tuple[str, ...] = ()

@@ -86,7 +86,7 @@ class RecoveringStep(AutomaticStep):
         self.around_update = self._update_or_repeat
         super().__init__(run, transfer, nonfinite, clipping, windows)
         # A step without collectives has no shorter form.
-        self.unweighted_single_rank = False
+        self.takes_single = False
         self.error: BaseException | None = None
         """The error of the pass of this rank that ran out of memory in the window in progress."""
         self.exhausted = 0

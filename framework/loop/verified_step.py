@@ -78,9 +78,9 @@ class VerifiedStep:
             return step(batches, size, samples)
         self._weights = self.compare_ranks()
         held, self._runs = _Held(batches), []
-        apply, is_short = step.apply, step.unweighted_single_rank
+        apply, is_short = step.apply, step.takes_single
         self._micro_batch = self._size()
-        step.accepts, step.unweighted_single_rank, step.guard.waits = self._accepts, False, True
+        step.accepts, step.takes_single, step.guard.waits = self._accepts, False, True
         if self._repeats_update:
             step.apply = self._twice(apply)
         try:
@@ -94,7 +94,7 @@ class VerifiedStep:
                 state.restore()
                 step.updater.discard(step.optimizer)
         finally:
-            step.accepts, step.apply, step.unweighted_single_rank, step.guard.waits = None, apply, is_short, False
+            step.accepts, step.apply, step.takes_single, step.guard.waits = None, apply, is_short, False
         self._is_first = False
         return continues
 

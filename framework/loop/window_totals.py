@@ -109,10 +109,10 @@ class ReducedTotals(LocalTotals):
         self._coming = progress.epoch, progress.batch_in_epoch + 2 * window_size
         assures_next = self._windows is not None and self._windows.assures(2 * window_size)
         self.mean_weight = sum(weights)
-        self._triggers.launch(progress.steps_reached, self.mean_weight, count, assures_next)
+        has_raised = self._triggers.launch(progress.steps_reached, self.mean_weight, count, assures_next)
         self._agreement, self._is_exchanged = None, False
         passes = count
-        if self._triggers.has_sent and self._stops():
+        if has_raised and self._stops():
             return 0
         if not count or (filler is not None and (count < window_size or not filler.has_shared)):
             # The number of passes depends on the other ranks, so this wait cannot overlap with a forward pass. Only
@@ -156,7 +156,6 @@ class ReducedTotals(LocalTotals):
         if not self._is_exchanged:
             if self._reads_late:
                 self._read()
-                self._triggers.check_step(is_alone=True)
             self._triggers.exchange()
         self._is_exchanged = True
         if self._triggers.fired:
