@@ -187,18 +187,18 @@ class AutomaticStep(TrainingStep):
         # those of a global batch have one index.
         consumed, stride = (size, 1) if samples is None else (1, 0)
         batches, weights = with_weights(batches, self.batch_weight, samples)
-        coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), self.filler)
-        first = next(coming)
+        fetched = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), self.filler)
+        first = next(fetched)
         # After a request to stop, for which this window may not run, its hooks come later.
         started = [self.start_micro_batch(first[0], index)] if self.starts_early and not self.triggers.raised else []
-        passes = self.totals.open(first[0], weights, size)
-        if passes == 0:
+        num_passes = self.totals.open(first[0], weights, size)
+        if num_passes == 0:
             return False
         # Saves are refused until the update: a checkpoint in between would lose the accumulated gradients.
         self.run.in_window = True
         self.has_loss = False
-        window = SequentialWindow(self, first, coming, started, index, stride, count)
-        self.passes.run(passes, window)
+        window = SequentialWindow(self, first, fetched, started, index, stride, count)
+        self.passes.run(num_passes, window)
         self.totals.close()
         self._end_window(window.ended, consumed, index + max(count - 1, 0) * stride)
         return True
@@ -300,7 +300,7 @@ class AutomaticStep(TrainingStep):
             if self.step_schedulers:
                 self.run.update_learning_rates("step")
         elif not has_loss:
-            self.losses.count_missing(self.epoch_skipped)
+            self.loss_watch.count_missing(self.epoch_skipped)
         self.advance_trained(consumed)
         if self.progress.global_step == step:
             self.after_no_update()
@@ -338,7 +338,7 @@ class AutomaticStep(TrainingStep):
 
     def user_step(self) -> StepFunction:
         """Return the user's step, wrapped so that a batch without a loss is replaced by a filler batch where needed."""
-        step = self.losses.watched(super().user_step())
+        step = self.loss_watch.watched(super().user_step())
         return step if self.filler is None else self.filler.wrap(step)
 
     def flush(self) -> None:
@@ -354,7 +354,7 @@ class SequentialWindow:
     Args:
         step: runs the phases of each micro-batch.
         first: the first micro-batch of this rank, or a filler, and its weight.
-        coming: the others with their weights, followed by fillers.
+        others: the others with their weights, followed by fillers.
         started: the first micro-batch, where it was started before the control reduction; else empty.
         index: the index in the epoch of the first micro-batch.
         stride: the distance between the indices of two micro-batches: 0 if all are parts of one global batch, else 1.
@@ -365,7 +365,7 @@ class SequentialWindow:
         self,
         step: AutomaticStep,
         first: tuple[Any, float],
-        coming: Iterator[tuple[Any, float]],
+        others: Iterator[tuple[Any, float]],
         started: list[Any],
         index: int,
         stride: int,
@@ -373,7 +373,7 @@ class SequentialWindow:
     ) -> None:
         self._step = step
         self._fetched, self._weight = first
-        self._coming = coming
+        self._others = others
         self._started = started
         self._index, self._stride, self._count = index, stride, count
         self._batch: Any = FILLER
@@ -386,7 +386,7 @@ class SequentialWindow:
         step, index = self._step, self._index + position * self._stride
         if position > 0:
             # A device may still compute the previous backward pass.
-            self._fetched, self._weight = next(self._coming)
+            self._fetched, self._weight = next(self._others)
         # After the fetch: a rank that waits for its data is behind the others.
         step.phase[0] = position
         self._batch = self._started.pop() if self._started else step.start_micro_batch(self._fetched, index)

@@ -21,7 +21,7 @@
 
 ``assemble_fit`` (trainer/assembly.py) builds the loop, and lists the order in which a checkpoint is put back before it
 runs. Two parts follow in the loop: ``Windows.begin`` opens the data at the checkpoint's position, and
-``RepeatedSection.rejoin`` sets the random generators, after the hooks that are called again.
+``RepeatedSection.restore_generators`` sets the random generators, after the hooks that are called again.
 
 A boundary is the end of an optimizer step. Between two boundaries no decision depends on a value that only one rank
 knows: ranks that decide differently would call different collectives, and the job would hang.
@@ -198,7 +198,7 @@ class FitLoop:
             self.validation.has_expired_data = True
         self.windows.begin()
         if not begins:
-            run.repeated.rejoin()
+            run.repeated.restore_generators()
         if not self._compared_ranks:
             self._compared_ranks = True
             self.windows.compare_ranks(run.world, run.note)
@@ -206,7 +206,7 @@ class FitLoop:
         step, reached = progress.global_step, progress.steps_reached
         whole = self._batches()
         if begins and whole and not progress.epoch_cut:
-            self.step.losses.check_epoch(progress.steps_reached - reached)
+            self.step.loss_watch.check_epoch(progress.steps_reached - reached)
         self._end_epoch(whole)
         self.windows.close()
         if begins and progress.epoch_ended and self.windows.full != 0:
@@ -346,15 +346,15 @@ class FitLoop:
     def _call_epoch_start(self, begins: bool) -> None:
         """Call ``on_train_epoch_start``; call it again in a resumed epoch, because hooks may set up state in it.
 
-        Random numbers drawn and values logged by the first call are part of the checkpoint: ``rejoin`` sets the
-        generators to those of the checkpoint after the repeated calls.
+        Random numbers drawn and values logged by the first call are part of the checkpoint: after the repeated calls
+        ``restore_generators`` sets the generators to those of the checkpoint.
         """
         run = self.run
         hooks = run.hooks("on_train_epoch_start")
         repeated = run.progress.hooks_started if begins else len(hooks)
         for number, hook in enumerate(hooks):
             if number >= repeated:
-                run.repeated.rejoin()
+                run.repeated.restore_generators()
                 run.progress.hooks_started = number + 1
                 hook()
                 continue
@@ -362,7 +362,7 @@ class FitLoop:
             hook()
             run.module.log_to(log)
         if begins:
-            run.repeated.rejoin()
+            run.repeated.restore_generators()
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

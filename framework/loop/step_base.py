@@ -48,7 +48,7 @@ class TrainingStep:
         self.after_backward = run.hooks("on_after_backward")
         self.before_update = run.hooks("on_before_optimizer_step")
         self.averages = run.averages if len(run.averages) else None
-        self.losses = LossWatch(run)
+        self.loss_watch = LossWatch(run)
         run.use_manual([], no_manual_backward)
         self.forward: StepFunction
         # Whether a hook has returned -1, which skips this batch and the rest of the epoch.

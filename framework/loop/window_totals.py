@@ -73,14 +73,14 @@ class ReducedTotals(LocalTotals):
         self._windows = windows
         self._assured = -1, 0
         """An epoch, and the number of its micro-batches that every rank certainly has."""
-        self._coming = -1, 0
-        """The same, where the reduction in progress shows that they are assured: to the end of the next window."""
-        self._reads_late = False
-        """Whether the reduction in progress is read after the last backward pass."""
+        self._next_assured = -1, 0
+        """The value of ``_assured`` from the end of this window on, if all ranks have the micro-batches of another."""
         self._is_known = False
-        """Whether the weight of the window is known without its reduction."""
-        self._waiting_share = 1.0
+        """Whether the weight of this window is known without its reduction: all its micro-batches are assured."""
+        self._reads_late = False
+        """Whether the reduction of this window is read after the last backward pass."""
         self._agreement: Agreement | None = None
+        """The result of the reduction of this window; None before it is read."""
         self._is_exchanged = False
 
     def open(self, first: Any, weights: Sequence[float], window_size: int) -> int:
@@ -102,16 +102,14 @@ class ReducedTotals(LocalTotals):
         filler, count = self._filler, len(weights)
         progress = self._run.progress
         epoch, assured = self._assured
-        is_known = epoch == progress.epoch and progress.batch_in_epoch + window_size <= assured
-        self._is_known = is_known
+        self._is_known = is_known = epoch == progress.epoch and progress.batch_in_epoch + window_size <= assured
         self._reads_late = is_known and progress.steps_reached % _WAITS_EVERY != _WAITS_AT
-        self._waiting_share = 0.0 if self._reads_late else 1 / _WAITS_EVERY if is_known else 1.0
-        self._coming = progress.epoch, progress.batch_in_epoch + 2 * window_size
+        self._next_assured = progress.epoch, progress.batch_in_epoch + 2 * window_size
         assures_next = self._windows is not None and self._windows.assures(2 * window_size)
         self.mean_weight = sum(weights)
         has_raised = self._triggers.launch(progress.steps_reached, self.mean_weight, count, assures_next)
         self._agreement, self._is_exchanged = None, False
-        passes = count
+        num_passes = count
         if has_raised and self._stops():
             return 0
         if not count or (filler is not None and (count < window_size or not filler.has_shared)):
@@ -124,10 +122,10 @@ class ReducedTotals(LocalTotals):
                 self.wait()
                 self.close()
                 return 0
-            passes += 1 if filler is None else filler.missing(first, count, agreement, window_size)
+            num_passes += 1 if filler is None else filler.missing(first, count, agreement, window_size)
         if filler is not None:
             filler.note_next_index(progress.batch_in_epoch + window_size)
-        return passes
+        return num_passes
 
     def wait(self) -> None:
         """Wait for the reduction if it was not read yet, unless it is read late. Collective.
@@ -177,7 +175,9 @@ class ReducedTotals(LocalTotals):
         if self._agreement is None:
             if not self._reads_late:
                 self._triggers.pace.arrived()
-            self._agreement = agreement = self._triggers.agreement(self._waiting_share)
+            # In how many of such steps a rank waits here.
+            share = 0.0 if self._reads_late else 1 / _WAITS_EVERY if self._is_known else 1.0
+            self._agreement = agreement = self._triggers.agreement(share)
             weight = agreement.total_weight / self._size
             # The same condition on all ranks.
             if self._reads_late and agreement.batches is None:
@@ -186,5 +186,5 @@ class ReducedTotals(LocalTotals):
                     f"{weight:g}: every rank must use the same accumulate_grad_batches."
                 )
             self.mean_weight = weight
-            self._assured = self._coming if agreement.assures_next else (-1, 0)
+            self._assured = self._next_assured if agreement.assures_next else (-1, 0)
         return self._agreement

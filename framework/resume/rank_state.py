@@ -64,8 +64,8 @@ def _loader_state(windows: Windows) -> JSON:
 def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
     """Restore the metrics that ranks had accumulated, and pass the states of loaders to the source.
 
-    Code that runs until ``run.repeated.rejoin`` is repeated. Generators are then those of the checkpoint, or seeded
-    again if the data is distributed over another number of ranks.
+    The hooks that the epoch repeats run after this. Then ``run.repeated.restore_generators`` sets the generators to
+    those of the checkpoint, or to those seeded here if the data is distributed over another number of ranks.
     """
     world = run.world
     # A checkpoint converted from another library has no rank states.
@@ -82,12 +82,12 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
         run.evaluated_batches.update(inherited[0].get("evaluated", {}))
     if saved and num_data_ranks == world.data_size and len(saved_groups) == num_groups:
         windows.source.restore([inherited[0].get("data")], own=True)
-        run.repeated.resume(inherited[0]["random"])
+        run.repeated.hold_generators(inherited[0]["random"])
         return
     loader_states = [decode(document.get("data")) for document in saved[::ranks_per_data_rank]]
     windows.source.restore(loader_states, own=False)
     seed_rank(mix_seed(run.seed, run.progress.steps_reached, group), world.device)
-    run.repeated.resume(None)
+    run.repeated.hold_generators(None)
 
 
 def _first_of_groups(documents: list[dict[str, Any]], identical: int) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ class RepeatedSection:
     the random generators and values of the start of the section: with those of the moment of the save, the repetition
     would draw other random numbers and count values twice.
 
-    A resumed run is in such a section from ``resume`` until the point of the checkpoint, where ``rejoin`` ends it.
+    A resumed run is in such a section from ``hold_generators`` until the point of the checkpoint, where
+    ``restore_generators`` ends it.
 
     Args:
         log: the values that training has logged in this epoch.
@@ -51,15 +52,15 @@ class RepeatedSection:
         finally:
             self.end()
 
-    def resume(self, random: dict[str, Any] | None) -> None:
-        """Begin the section of a resumed run, with the generators of a checkpoint; None for those of now."""
+    def hold_generators(self, random: dict[str, Any] | None) -> None:
+        """Begin the section of a resumed run, and hold the generators of its checkpoint; None for those of now."""
         state = self._captured()
         self.begin(state if random is None else {**state, "random": random})
 
-    def rejoin(self) -> None:
+    def restore_generators(self) -> None:
         """End the section of a resumed run: set the generators as they were at this point of the interrupted run.
 
-        Code that has run since ``resume``, such as hooks, was repeated and may have drawn random numbers. The
+        Code that has run since ``hold_generators``, such as hooks, was repeated and may have drawn random numbers. The
         interrupted run has already drawn those, and drawing them again would shift the generators. Only the first call
         has an effect, and none has in a run that was not resumed.
         """

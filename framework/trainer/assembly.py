@@ -47,7 +47,15 @@ from ..system.atomic_files import hidden_sibling
 from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
 from .hints import device_hints
-from .loop_assembly import build_loop, build_step, check_limits, evaluation_plan, routed_code, snapshots_of
+from .loop_assembly import (
+    build_loop,
+    build_step,
+    check_limits,
+    evaluation_plan,
+    restore_position,
+    routed_code,
+    snapshots_of,
+)
 from .plugins import merged_callbacks
 from .script_ranks import restarts_exhausted
 from .settings import REWIND
@@ -70,7 +78,7 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
 
         choose the checkpoint and verify it (``claim_directory``); the seed; prepare_data and setup; the state of the
             data module
-        counters, and the position in the data for this number of ranks (``build_loop``)
+        counters (``Progress``); the position in the data for this number of ranks (``restore_position``)
         configure_model, device, configure_optimizers
         compare the checkpoint with module and optimizers on all ranks (``agree_on_resumption``); no weight was loaded
             so far, so that a module stays as it was if they do not match
@@ -79,7 +87,7 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
             shown last (``restore_run``); on_load_checkpoint, which may read and change all of them
         loggers; metrics of the epoch so far, numbers of evaluated batches, state of loaders (``restore_rank``)
         in the loop: the data are opened at the position (``Windows.begin``), and after the hooks that the epoch
-            repeats the random generators are set (``RepeatedSection.rejoin``)
+            repeats the random generators are set (``RepeatedSection.restore_generators``)
 
     Args:
         session: the state of the Trainer.
@@ -116,8 +124,11 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
     restore_data_module(run, checkpoint)
     run.accumulation = session.accumulation
     data = _data(session, run, request)
-    loop = build_loop(session, run, data, request, checkpoint, resume_point)
+    if checkpoint is not None:
+        run.progress.load_state_dict(checkpoint.document["progress"])
+    loop = build_loop(session, run, data)
     session.loop = loop
+    restore_position(session, loop, data, checkpoint, resume_point)
     run.saver.follow(loop.windows)
     pretrained = _place_model(session, run, request, training=True, checkpoint=checkpoint)
     _configure_optimizers(run, settings)

@@ -37,34 +37,12 @@ if TYPE_CHECKING:
     from ..run.run import Run
     from .data_sources import Data
     from .resolved_settings import Settings
-    from .session import Session, StageRequest
+    from .session import Session
 
 
-def build_loop(
-    session: Session,
-    run: Run,
-    data: Data,
-    request: StageRequest,
-    checkpoint: Checkpoint | None,
-    origin: Origin,
-) -> FitLoop:
-    """Build the loop of a fit. Collective.
-
-    Of a checkpoint this restores the counters and, within an epoch, the position in the data. ``restore_run`` and
-    ``restore_rank`` restore the rest, once the module and its optimizers exist.
-
-    Args:
-        session: the state of the Trainer.
-        run: the fit.
-        data: its data.
-        request: the arguments of ``fit``.
-        checkpoint: the checkpoint that the fit resumes from, if any.
-        origin: where the fit begins.
-    """
+def build_loop(session: Session, run: Run, data: Data) -> FitLoop:
+    """Build the loop of a fit, at the start of an epoch. Collective."""
     settings = session.settings
-    position = _position(checkpoint)
-    if checkpoint is not None:
-        run.progress.load_state_dict(checkpoint.document["progress"])
 
     def sources() -> tuple[Any, int | None]:
         source = data.training(settings)
@@ -73,14 +51,6 @@ def build_loop(
 
     source, full = sources()
     windows = _windows(settings.global_batch)(source, run.accumulation, run.progress, full, run.world.size)
-    windows.exclude(origin.excluded_spans)
-    if checkpoint is not None:
-        windows.exclude(from_json(checkpoint.document.get("left_out", ())))
-    if isinstance(windows, RepeatableWindows):
-        size = None if checkpoint is None else checkpoint.document.get("micro_batch_size")
-        largest = origin.largest_micro_batch
-        first = size or session.first_micro_batch or windows.micro_batch_size
-        windows.start_with(first if largest is None else min(first, largest))
     validation = None
     # Where validation is switched off its loaders are not requested, since their data may be missing.
     is_on = settings.limits["validate"] != 0
@@ -101,14 +71,40 @@ def build_loop(
         )
     plan = _fit_plan(settings, validation, full)
     loop = FitLoop(run, plan, windows, time.monotonic)
-    if position is not None:
-        windows.resume(position, settings.limit_batches("train", data.agreed_length(source, position)))
-        # The checkpoint counts batches of the number of ranks that saved it.
-        run.progress.batch_in_epoch = source.batches_before(position)
     if settings.given.reload_dataloaders_every_n_epochs:
         every = settings.given.reload_dataloaders_every_n_epochs
         loop.reload_data(every, lambda: loop.windows.use_source(*sources()), _validation_reloader(session, loop, data))
     return loop
+
+
+def restore_position(
+    session: Session, loop: FitLoop, data: Data, checkpoint: Checkpoint | None, origin: Origin
+) -> None:
+    """Set where a fit begins in its data, what it leaves out of them, and its first size of micro-batches. Collective.
+
+    The counters of the checkpoint were restored before, since the user's code that makes loaders may read them.
+
+    Args:
+        session: the state of the Trainer.
+        loop: the loop of the fit.
+        data: its data.
+        checkpoint: the checkpoint that the fit resumes from; None for the start of the data.
+        origin: where the fit begins.
+    """
+    windows = loop.windows
+    windows.exclude(origin.excluded_spans)
+    document = {} if checkpoint is None else checkpoint.document
+    windows.exclude(from_json(document.get("left_out", ())))
+    if isinstance(windows, RepeatableWindows):
+        largest = origin.largest_micro_batch
+        first = document.get("micro_batch_size") or session.first_micro_batch or windows.micro_batch_size
+        windows.start_with(first if largest is None else min(first, largest))
+    position = _position(checkpoint)
+    if position is not None:
+        source = windows.source
+        windows.resume(position, session.settings.limit_batches("train", data.agreed_length(source, position)))
+        # The checkpoint counts batches of the number of ranks that saved it.
+        loop.run.progress.batch_in_epoch = source.batches_before(position)
 
 
 def _windows(global_batch: GlobalBatch | None) -> type[Windows]:
