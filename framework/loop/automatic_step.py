@@ -3,10 +3,11 @@
 A step is a window of micro-batches, always in these phases. Those with [R] are left out on one rank, which has nothing
 to exchange.
 
+    fetch the first micro-batch                                                        ``Windows.take``
     [R] with hooks ``on_train_batch_start``: start the first batch, see ``__init__``   ``start_micro_batch``
     [R] start the control reduction: weight of the window over all ranks, signals      ``ReducedTotals.open``
     for each micro-batch, in the order and by the gradient rule of ``Passes.run``:
-        fetch, unless all were fetched before                                          ``with_fillers``
+        fetch the next one, unless all were fetched before                             ``with_fillers``
         transfer, on_train_batch_start                                                 ``TrainingStep.start_batch``
         training_step                                                                  ``forward_pass``
         after the first forward pass:                                                  ``begin_backward``
@@ -16,6 +17,8 @@ to exchange.
         before the last backward pass:                                                 ``backward_pass``
             [R] start the reduction of two flags: any rank had a loss, any was not finite    ``StepFlags.send``
         on_before_backward, backward, on_after_backward                                ``Passes.contribute``
+            [R] the last backward pass reduces the gradients; each one does where      ``Passes.run``
+            on_after_backward is overridden
         on_train_batch_end, except for the last micro-batch                            ``end_micro_batch``
     [R] read the control reduction, if not before; exchange and handle signals         ``ReducedTotals.close``
     [R] read the flags: every rank or none updates                                     ``StepFlags.read``

@@ -76,9 +76,11 @@ class LockstepFiller:
         self._own: Any = FILLER
         """This rank's batch of the pass in progress, as it was fetched; a filler where it has none."""
         self._next = 0
-        self._filled = False
-        self._is_idle = False
-        """Whether the newest pass ran a filler's forward pass. Its backward pass then runs as a filler too. False if a
+        self._hides_loss = False
+        """Whether the loss of the newest forward pass does not count: that of a filler, or one made for a batch of the
+        user's that returned none."""
+        self._ran_filler = False
+        """Whether the newest forward pass was that of a filler. Its backward pass then runs as a filler too. False if a
         batch of the user's has run as usual and returned no loss: only its backward pass has a gradient of zero."""
         self.has_shared = False
         """Whether ranks without data were sent a batch, at the first window: every rank then has one to use as a
@@ -97,7 +99,7 @@ class LockstepFiller:
 
         def forward(batch: Any, index: int) -> Any:
             output = routed(batch, index)
-            if not self._filled:
+            if not self._hides_loss:
                 return output
             self._loss = output
             return None
@@ -117,7 +119,7 @@ class LockstepFiller:
             loss, self._loss = self._loss, None
         assert loss is not None
         # Backward passes may run parts of the forward pass again.
-        with self._filling() if self._is_idle else nullcontext(), zero_gradients(loss) as zero:
+        with self._filling() if self._ran_filler else nullcontext(), zero_gradients(loss) as zero:
             backward(zero)
 
     def missing(self, first: Any, count: int, agreement: Agreement, window_size: int) -> int:
@@ -168,8 +170,8 @@ class LockstepFiller:
     # ---- runs inside the module that the strategy wraps ------------------------------------------------------------
 
     def _routed(self, batch: Any, index: int) -> Any:
-        self._filled, self._is_idle = batch is FILLER, False
-        if self._filled:
+        self._hides_loss, self._ran_filler = batch is FILLER, False
+        if self._hides_loss:
             return self._fill(None, index)
         # Copied before the step, which may modify the batch's containers.
         own = fresh(self._own)
@@ -177,7 +179,7 @@ class LockstepFiller:
         if loss is not None:
             self._last_good = (own, index)
             return output
-        self._filled = True
+        self._hides_loss = True
         if self._watch is not None and calls:
             # The forward pass has run with its collectives. A second one would hang the other ranks: use its outputs.
             return self._watch.idle_loss(calls)
@@ -199,7 +201,7 @@ class LockstepFiller:
 
     def _fill(self, own: Any, index: int) -> Tensor:
         """Return the loss of a filler batch; ``own`` is this rank's batch without a loss, if it has any."""
-        self._is_idle = True
+        self._ran_filler = True
         with self._filling(), isolated(self._run.module), closing(self._candidates(own, index)) as candidates:
             for batch, place in candidates:
                 given = fresh(batch) if self._transfer is None else self._transfer(fresh(batch))

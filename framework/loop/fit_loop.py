@@ -271,10 +271,9 @@ class FitLoop:
             # A skipped update does not increase the step count: the values of this count were published already.
             if progress.global_step % log_every == 0 and progress.global_step != progress.published:
                 publish(progress)
-            # With several ranks the control reduction of the step has already run the signal handlers.
+            # On several ranks the step has taken the signals, and run their handlers, in ``ReducedTotals.close``.
             if one_rank and (triggers.raised or triggers.fired or triggers.posted):
                 triggers.take()
-            if triggers.fired:
                 triggers.handle()
             if validates:
                 self.validation.run_if_due()
@@ -351,9 +350,10 @@ class FitLoop:
         """
         run = self.run
         hooks = run.hooks("on_train_epoch_start")
-        repeated = run.progress.hooks_started if begins else len(hooks)
+        # Those that the interrupted run had called when the checkpoint was saved: within the epoch, all.
+        called_before = run.progress.hooks_started if begins else len(hooks)
         for number, hook in enumerate(hooks):
-            if number >= repeated:
+            if number >= called_before:
                 run.repeated.restore_generators()
                 run.progress.hooks_started = number + 1
                 hook()

@@ -1,6 +1,7 @@
 """Per-rank state of a checkpoint: random generators, the epoch's metrics so far, the state of a stateful loader.
 
-The position in the data is the same on all ranks, and is part of the common document: see ``place_of``.
+The position in the data is the same on all ranks, and is part of the common document: see
+``place_of`` in ``capture.py``.
 
 With the same number of ranks each rank restores its own state. With another number the metric states of all ranks are
 distributed over the new ranks such that their sums stay the same; generators are seeded from the position of the run.
@@ -62,10 +63,11 @@ def _loader_state(windows: Windows) -> JSON:
 
 
 def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
-    """Restore the metrics that ranks had accumulated, and pass the states of loaders to the source.
+    """Restore the metrics that ranks had accumulated, and hold the states of loaders and of random generators.
 
-    The hooks that the epoch repeats run after this. Then ``run.repeated.restore_generators`` sets the generators to
-    those of the checkpoint, or to those seeded here if the data is distributed over another number of ranks.
+    ``Windows.begin`` opens the loaders with their states. After the hooks that the epoch repeats,
+    ``run.repeated.restore_generators`` sets the generators: to those of the checkpoint, or to those seeded here if the
+    data is distributed over another number of ranks.
     """
     world = run.world
     # A checkpoint converted from another library has no rank states.

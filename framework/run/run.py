@@ -214,7 +214,7 @@ class Run:
         raise NonFiniteError(next(iter(sent.values())))
 
     def _show_notes(self, sent: Sent) -> None:
-        # Cleared, as the handlers run again at the end of the step and would show the notes twice.
+        # Cleared, as the handlers run again if the window is repeated, and would show the notes twice.
         self.triggers.fired.pop(Signal.NOTE, None)
         for text in sent.values():
             self.note(text)

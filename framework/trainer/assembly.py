@@ -85,7 +85,8 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
         parameter groups and frozen parameters; Strategy.setup
         weights, extra state of modules, optimizers, averages, schedulers, scaler, callbacks, the metrics that were
             shown last (``restore_run``); on_load_checkpoint, which may read and change all of them
-        loggers; metrics of the epoch so far, numbers of evaluated batches, state of loaders (``restore_rank``)
+        loggers (``_restore``); metrics of the epoch so far, numbers of evaluated batches; the states of loaders and of
+            random generators are held (``restore_rank``)
         in the loop: the data are opened at the position (``Windows.begin``), and after the hooks that the epoch
             repeats the random generators are set (``RepeatedSection.restore_generators``)
 
