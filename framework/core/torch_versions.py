@@ -10,7 +10,10 @@ import torch
 
 def fsdp_groups(part: Any) -> list[Any]:
     """Return the parameter groups of a module on which ``fully_shard`` was called; empty if it has no parameters."""
-    state = part._get_fsdp_state()
+    # Imported by programs that shard only.
+    from torch.distributed.fsdp import fully_shard
+
+    state = fully_shard.state(part)  # type: ignore[attr-defined]
     # A list since torch 2.12; before that one group, or None.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:

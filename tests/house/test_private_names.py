@@ -12,8 +12,6 @@ from test_style import imported
 # Names that modules of torch keep private, by the modules of phalanx that use them.
 OF_MODULES = {
     "torch._C._distributed_c10d": ["framework.core.torch_groups"],
-    "torch._amp_foreach_non_finite_check_and_unscale_": ["framework.checkpoint.finite_check"],
-    "torch._lazy_clone": ["framework.parallel.deferred"],
     "torch._subclasses": ["framework.core.torch_internals"],
     "torch.autograd.Variable._execution_engine": ["framework.loop.manual_optimizer"],
     "torch.autograd.graph._engine_run_backward": ["strategies.context.attention"],
@@ -32,12 +30,10 @@ OF_OBJECTS = {
     "_cp_options": "strategies.context.attention",
     "_default_pg_init_method": "framework.core.torch_groups",
     "_enable_cp_dtensor_dispatcher": "strategies.context.attention",
-    "_forward_cls": "framework.parallel.zero_backward",
     "_forward_hooks": "strategies.fsdp.tensor_parallel",
     "_forward_pre_hooks": "strategies.fsdp.tensor_parallel",
     "_fsdp_param_group": "framework.core.torch_versions",
     "_fsdp_param_groups": "framework.core.torch_versions",
-    "_get_fsdp_state": "framework.core.torch_versions",
     "_group_count": "framework.core.torch_groups",
     "_is_in_bad_fork": "framework.launch.fork_server_main",
     "_is_view": "strategies.deepspeed.sharded",
@@ -47,7 +43,6 @@ OF_OBJECTS = {
     "_local_tensor": "strategies.fsdp.local_shards",
     "_module_state_mapping": "strategies.fsdp.torch_fsdp",
     "_non_persistent_buffers_set": "framework.resume.step_record",
-    "_num_samples": "framework.data.dataloader",
     "_opt_called": "strategies.deepspeed.strategy",
     "_optimizer_step_post_hooks": "strategies.deepspeed.optimizer strategies.fsdp.strategy",
     "_optimizer_step_pre_hooks": "strategies.deepspeed.optimizer",
@@ -63,9 +58,7 @@ OF_OBJECTS = {
     "_set_global_rank": "framework.core.torch_groups",
     "_state_holder": "framework.launch.node_rendezvous",
     "_to_sharded": "strategies.fsdp.in_place_changes",
-    "_torchdynamo_disable": "framework.api.train_module",
     "_training_state": "strategies.fsdp.outside_calls",
-    "_type": "framework.rehearsal.recorder",
     "_unregister_all_process_groups": "framework.core.torch_groups",
     "_World": "framework.core.torch_groups",
 }
@@ -100,7 +93,7 @@ _PUBLIC = {"_fields", "_getframe", "_metadata"}
 _DOCUMENTED = ("torch._foreach_", "torch.ops.", "torch.nn.Module().", "torch._C.DisableTorchFunctionSubclass")
 
 
-_OPERATORS = ("_foreach_", "_scaled_", "_grouped_mm", "_local_scalar_dense")
+_OPERATORS = ("_amp_foreach_", "_foreach_", "_scaled_", "_grouped_mm", "_local_scalar_dense")
 _BY_STRING = ("getattr", "hasattr", "setattr", "delattr", "patch")
 
 
