@@ -84,7 +84,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module does not belong to the run.
         # Without what `compile` has made of this module.
-        state = {**super().__getstate__(), **dict.fromkeys(_LIVE)}
+        state = {**super().__getstate__(), **dict.fromkeys(_LIVE)}  # type: ignore[no-untyped-call]
         for name in _LOGS:
             if _is_live(state.get(name)):
                 del state[name]
