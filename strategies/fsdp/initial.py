@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...framework.checkpoint.write_plan import part_at
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import Owner, check_same_parameters, owners_of
-from .local_shards import like, part_at, shape_and_offsets, whole_of_parts
+from .local_shards import like, shape_and_offsets, whole_of_parts
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 # Longer lists in attributes are data, which holds no parameters.
