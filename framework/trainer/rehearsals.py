@@ -316,7 +316,10 @@ def _with_degrees_that_fit(rehearsals: Rehearsals, plan: MemoryPlan, own: Rehear
     if row_of(own, plan).fits:
         return plan
     found = _fitting(rehearsals, plan, own)
-    notes = [f"{each.strategy} with {_as_argument(each)} fits: {size_text(each.peak.total)}." for each in found]
+    notes = [
+        f"{each.strategy} with parallel={each.layout.replace(' x ', ',')!r} fits: {size_text(each.peak.total)}."
+        for each in found
+    ]
     return plan.with_notes(*notes)
 
 
@@ -346,7 +349,3 @@ def _other_degrees(own: Rehearsed, machines: Resources, least: float) -> Iterato
     for name, degrees in automatic("smaller")(machines.world_size, machines.devices, least):
         if name != own.strategy or degrees.used or machines.degrees.used:
             yield name, degrees
-
-
-def _as_argument(found: Rehearsed) -> str:
-    return f"parallel={found.layout.replace(' x ', ',')!r}"

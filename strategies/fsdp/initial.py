@@ -295,7 +295,7 @@ def allocate_buffers(
     for path, part in module.named_modules():
         for key, held in part._buffers.items():
             if held is not None and held.is_meta:
-                part._buffers[key] = _marked(held, world.device)
+                part._buffers[key] = torch.full(held.shape, _mark(held.dtype), dtype=held.dtype, device=world.device)
         names = [key for key in part._buffers if f"{path}.{key}".lstrip(".") in lacking]
         if names:
             found.append((path, part, names))
@@ -321,11 +321,6 @@ def check_buffers(found: list[tuple[str, nn.Module, list[str]]]) -> None:
                 "nothing computes them: build the module in configure_model or Fabric.init_module, where buffers get "
                 "their data, or compute them in its reset_parameters()."
             )
-
-
-def _marked(held: Tensor, device: torch.device) -> Tensor:
-    """Return a buffer with marker values that no computation would produce."""
-    return torch.full(held.shape, _mark(held.dtype), dtype=held.dtype, device=device)
 
 
 def _is_marked(held: Tensor | None) -> bool:
