@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Trainer, TrainModule
 from phalanx.framework.core.precision import resolve_precision
-from phalanx.framework.memory.formulas import LAYOUTS, Footprint, Ranks, footprint
+from phalanx.framework.memory.formulas import Footprint, Ranks, footprint
 from phalanx.framework.memory.measure import size_of
+from phalanx.framework.memory.memory_plan import counted_layouts
 
 from .tables import Table, results
 
@@ -35,7 +36,7 @@ def memory(rounds: int, quick: bool) -> Iterator[Table]:
     for precision in ("32-true", "bf16-mixed"):
         for window in (1,) if quick else (1, 4):
             rows: list[list[object]] = []
-            for name, layout in LAYOUTS.items():
+            for name, layout in counted_layouts().items():
                 ranks = Ranks(1 if name == "single" else RANKS)
                 held = _measured(name, precision, window, shape, ranks.world_size)
                 needs = footprint(layout, size, ranks, resolve_precision(precision), accumulates=window > 1)

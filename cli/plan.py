@@ -19,7 +19,6 @@ from ..framework.core.size_text import size_text
 from ..framework.core.wording import counted
 from ..framework.memory.available_memory import gpu_libraries
 from ..framework.memory.communication import Traffic, Transfer, communication
-from ..framework.memory.formulas import LAYOUTS
 from ..framework.memory.memory_plan import Alternatives, MemoryPlan, PlanRow, TrainingData, alternatives
 from ..framework.parallel.strategy import Strategy
 from ..framework.system.console import printable
@@ -114,7 +113,7 @@ def _answer(target: str, fit: PlannedFit, plan: MemoryPlan, row: PlanRow) -> _An
     precision = resolve_precision(fit.settings.precision)
     global_batch = resolve_global_batch(fit.settings.global_batch_size, fit.settings.micro_batch_size)
     window = _window(fit, plan, global_batch)
-    is_by_formula = row.rank is None and row.name in LAYOUTS
+    layout = row.layout if row.rank is None else None
     return _Answer(
         target,
         type(fit.module).__name__,
@@ -122,8 +121,8 @@ def _answer(target: str, fit: PlannedFit, plan: MemoryPlan, row: PlanRow) -> _An
         row,
         window,
         None if global_batch is None else global_batch.samples,
-        communication(LAYOUTS[row.name], plan.size, plan.ranks, precision, window) if is_by_formula else row.traffic,
-        alternatives(plan, row.name, precision) if is_by_formula and not row.fits else None,
+        row.traffic if layout is None else communication(layout, plan.size, plan.ranks, precision, window),
+        None if layout is None or row.fits else alternatives(plan, row.name, precision),
         _saves(fit, plan.world_size),
     )
 
@@ -149,10 +148,9 @@ def _reserved(plan: MemoryPlan) -> int:
 def _row(plan: MemoryPlan, name: str) -> PlanRow:
     if name == "auto":
         return plan[plan.chosen]
-    if name not in LAYOUTS and all(row.name != name for row in plan):
-        raise ConfigurationError(
-            f"There is no formula for strategy={name!r}: give --strategy with one of {', '.join(LAYOUTS)}."
-        )
+    if all(row.name != name for row in plan):
+        known = ", ".join(row.name for row in plan)
+        raise ConfigurationError(f"There is no formula for strategy={name!r}: give --strategy with one of {known}.")
     return plan[name]
 
 
@@ -233,9 +231,7 @@ def _show(answer: _Answer) -> None:
     say(f"strategy   {row.name}, {counted(plan.world_size, 'rank')} on {nodes}, precision {plan.precision}")
     say(f"numbers    {'by formulas' if row.rank is None else f'rehearsed: a step of rank {row.rank}, without data'}")
     if plan.degrees.used:
-        # Those that functions make, such as hsdp and zero3, have no such attribute.
-        rest = getattr(STRATEGIES.load(row.name), "rest", "dp_shard")
-        say(f"axes       {plan.degrees.lay_out(plan.world_size, rest)}")
+        say(f"axes       {plan.degrees.lay_out(plan.world_size, STRATEGIES.load(row.name)().rest)}")
     _show_batch(_batch(answer))
     if row.needs.everywhere.total:
         _show_memory(plan, row)

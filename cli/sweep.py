@@ -135,7 +135,7 @@ class _Sweep:
         output, code = place / OUTPUT, 0
         wait_until_free(assigned)
         earlier = runs_of(assigned)
-        if not any(_has_ended(run) for run in earlier):
+        if not any(RunFiles(run).state in ("finished", PRUNED) for run in earlier):
             continues = len(earlier) == 1 and build_report(RunFiles(earlier[0]))["resume_from"] is not None
             if not continues:
                 shutil.rmtree(place, ignore_errors=True)
@@ -176,10 +176,6 @@ class _Sweep:
                 "pruner": self.pruner, "monitor": self.metric,
             }  # fmt: skip
         return AssignedRun(os.path.abspath(self.directory), f"trial-{trial.number}", continues, pruning=pruning)
-
-
-def _has_ended(run: Path) -> bool:
-    return RunFiles(run).state in ("finished", PRUNED)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -228,7 +229,7 @@ class WandbStore(Store):
         if "columns" in media:
             return wandb.Table(columns=media["columns"], data=media["rows"], allow_mixed_types=True)
         if "text" in media:
-            return wandb.Html(f"<pre>{_escaped(media['text'])}</pre>", inject=False)
+            return wandb.Html(f"<pre>{html.escape(media['text'], quote=False)}</pre>", inject=False)
         if "counts" in media:
             return wandb.Histogram(np_histogram=(media["counts"], media["edges"]))
         captions = media.get("captions", [None] * len(media["files"]))
@@ -245,7 +246,3 @@ class WandbStore(Store):
         add = artifact.add_dir if path.is_dir() else artifact.add_file
         add(str(path), policy=self._artifacts["policy"])
         self.run.log_artifact(artifact, aliases=model["aliases"])
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..framework.parallel.gradient_operations import GradientOperations as GradientOperations
     from ..framework.parallel.step_flags import StepFlags as StepFlags
     from ..framework.parallel.strategy import (
+        MemoryLayout as MemoryLayout,
         Routed as Routed,
         StepAdapter as StepAdapter,
         StepFunction as StepFunction,
@@ -27,7 +28,7 @@ _HOMES = {
     "..framework.parallel.canonical_state": "CanonicalState",
     "..framework.parallel.gradient_operations": "GradientOperations",
     "..framework.parallel.step_flags": "StepFlags",
-    "..framework.parallel.strategy": "Routed StepAdapter StepFunction Strategy Traits",
+    "..framework.parallel.strategy": "MemoryLayout Routed StepAdapter StepFunction Strategy Traits",
     ".ddp": "DDPStrategy",
     ".deepspeed.strategy": "DeepSpeedStrategy",
     ".fsdp.strategy": "FSDPStrategy hsdp",

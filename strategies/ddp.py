@@ -28,7 +28,7 @@ from ..framework.core.precision import Precision
 from ..framework.distributed.world import World
 from ..framework.parallel.gradient_operations import FullGradients, GradientOperations, average_gradients
 from ..framework.parallel.meta_device import check_same_parameters, share_buffers, share_tensors
-from ..framework.parallel.strategy import Recovery, Routed, StepAdapter, StepFunction, Strategy, Traits
+from ..framework.parallel.strategy import MemoryLayout, Recovery, Routed, StepAdapter, StepFunction, Strategy, Traits
 from ..framework.parallel.zero_backward import zero_loss
 from .context import ContextParallel
 from .context.sharing import NO_COMPILING, sharing_sequences
@@ -75,6 +75,7 @@ class DDPStrategy(Strategy):
     """
 
     name = "ddp"
+    memory_layout = MemoryLayout(replicates=True)
     axes = ("dp_replicate", "cp", "tp")
     recovery: Recovery | None = Recovery()
 

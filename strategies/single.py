@@ -9,13 +9,14 @@ from torch.optim import Optimizer
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.precision import Precision
-from ..framework.parallel.strategy import Recovery, Routed, StepFunction, Strategy
+from ..framework.parallel.strategy import MemoryLayout, Recovery, Routed, StepFunction, Strategy
 
 
 class SingleDeviceStrategy(Strategy):
     """Trains on one device. The step, backward and update are torch's own, called directly."""
 
     name = "single"
+    memory_layout = MemoryLayout()
     recovery = Recovery()
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:

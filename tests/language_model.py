@@ -13,6 +13,26 @@ from phalanx import TrainModule
 VOCABULARY, WIDTH, LENGTH, HEADS = 53, 32, 12, 4
 
 
+def attention(block: Any, x: Tensor, head_width: int) -> Tensor:
+    """Return causal attention by the layers of a block. Under tensor parallelism a rank has some of the heads only."""
+    rows, length, _ = x.shape
+    query, key, value = (
+        layer(x).view(rows, length, -1, head_width).transpose(1, 2) for layer in (block.query, block.key, block.value)
+    )
+    mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    projected: Tensor = block.project(mixed.transpose(1, 2).flatten(2))
+    return projected
+
+
+def split_of_blocks() -> dict[str, Any]:
+    """Split heads and the perceptron's width; see Shoeybi et al. 2019, "Megatron-LM"."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    columns, rows = ("query", "key", "value", "widen"), ("project", "narrow")
+    plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
+    return plan | {f"blocks.*.{name}": RowwiseParallel() for name in rows}
+
+
 class Block(nn.Module):
     """Attention and a perceptron, each with a norm before it."""
 
@@ -25,18 +45,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next hidden states, [batch, length, width]."""
-        batch, length, _ = x.shape
-        normed = self.norm_attention(x)
-
-        def heads(linear: nn.Module) -> Tensor:
-            # Under tensor parallelism a rank has some of the heads only.
-            split: Tensor = linear(normed).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
-            return split
-
-        mixed = nn.functional.scaled_dot_product_attention(
-            heads(self.query), heads(self.key), heads(self.value), is_causal=True
-        )
-        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        x = x + attention(self, self.norm_attention(x), WIDTH // HEADS)
         narrowed: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm_mlp(x))))
         return x + narrowed
 
@@ -80,12 +89,8 @@ class LanguageModel(TrainModule):
         return loss
 
     def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:
-        """Split heads and the perceptron's width; see Shoeybi et al. 2019, "Megatron-LM"."""
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-        columns, rows = ("query", "key", "value", "widen"), ("project", "narrow")
-        plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
-        return plan | {f"blocks.*.{name}": RowwiseParallel() for name in rows}
+        """Split heads and the perceptron's width."""
+        return split_of_blocks()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW without decay of vectors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from language_model import attention, split_of_blocks
 from models import plain_steps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -67,14 +68,7 @@ class Block(nn.Module):
         self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        normed = self.norm(x)
-        query, key, value = (
-            layer(normed).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        x = x + attention(self, self.norm(x), WIDTH // HEADS)
         normed = self.norm_mlp(x)
         found: Tensor = self.mixture(normed) if self.experts else self.narrow(nn.functional.gelu(self.widen(normed)))
         return x + found
@@ -123,11 +117,7 @@ class LongModel(TrainModule):
         self.log("val_loss", self.loss(batch))
 
     def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-        columns, rows = ("query", "key", "value", "widen"), ("project", "narrow")
-        plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
-        return plan | {f"blocks.*.{name}": RowwiseParallel() for name in rows}
+        return split_of_blocks()
 
     def configure_expert_parallel(self) -> list[str]:
         return ["blocks.*.mixture.experts"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from language_model import attention
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -27,14 +28,7 @@ class Block(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        normed = self.norm(x)
-        query, key, value = (
-            layer(normed).view(rows, length, -1, WIDTH // HEADS).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        x = x + attention(self, self.norm(x), WIDTH // HEADS)
         normed = self.norm_mlp(x)
         added: Tensor = self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
         return x + added

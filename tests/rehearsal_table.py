@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from language_model import attention
 from live_memory import LiveMemory
 from marked_pages import write_table
 from models import silent_trainer
@@ -90,14 +91,7 @@ class Block(nn.Module):
             self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor, pairs: Tensor | None = None) -> Tensor:
-        rows, length, _ = x.shape
-        normed = self.norm(x)
-        query, key, value = (
-            layer(normed).view(rows, length, -1, WIDTH // HEADS).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        x = x + attention(self, self.norm(x), WIDTH // HEADS)
         normed = self.norm_mlp(x)
         if pairs is None:
             added: Tensor = self.narrow(nn.functional.gelu(self.widen(normed)))

@@ -83,12 +83,11 @@ class TrainModule(HyperparametersMixin, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module does not belong to the run.
-        state = {**self.__dict__, **dict.fromkeys(_LIVE)}
+        # Without what `compile` has made of this module.
+        state = {**super().__getstate__(), **dict.fromkeys(_LIVE)}  # type: ignore[no-untyped-call]
         for name in _LOGS:
             if _is_live(state.get(name)):
                 del state[name]
-        # As nn.Module does: compiled code would be that of this module.
-        state.pop("_compiled_call_impl", None)
         return state
 
     def attach(self, run: AttachedRun) -> None:
@@ -137,7 +136,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         if self._logs_directly:
             del self.log
         undos = [
-            replace_method(part, name, torch.compiler.disable(getattr(part, name)))
+            replace_method(part, name, _outside_graphs(getattr(part, name)))
             for part in (self, *self._parts)
             for name in _LOGS
         ]
@@ -733,4 +732,10 @@ class TrainModule(HyperparametersMixin, nn.Module):
 
 def _is_live(log: Any) -> bool:
     """Whether an attribute ``log`` or ``log_dict`` of a module was set by ``log_to`` or ``log_outside_graphs``."""
-    return isinstance(getattr(log, "__self__", None), MetricLog | NoLog) or hasattr(log, "_torchdynamo_disable")
+    return isinstance(getattr(log, "__self__", None), MetricLog | NoLog) or hasattr(log, "is_outside_graphs")
+
+
+def _outside_graphs(log: Any) -> Any:
+    called = torch.compiler.disable(log)
+    called.is_outside_graphs = True
+    return called

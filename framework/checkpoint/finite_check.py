@@ -14,6 +14,9 @@ from torch import Tensor
 # loaders run, were ten times slower.
 _SERIAL_ELEMENTS = 32_767
 _requires_grad = attrgetter("requires_grad")
+# By its name in ATen, whose signature torch keeps. `GradScaler.unscale_` groups the parameters of an optimizer first,
+# and `torch._foreach_norm` visits each tensor on its own on CPUs.
+_unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -39,8 +42,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
     """Whether no element of any tensor is NaN or infinite; reads one number from the device.
 
     Uses the kernel of loss scaling: one call for all tensors, in a third of the time of sums. It multiplies by 1 in
-    place, so the tensors must be dense and local to this rank. It is private: the public ``GradScaler.unscale_`` groups
-    the parameters of an optimizer first, and ``torch._foreach_norm`` visits each tensor on its own on CPUs.
+    place, so the tensors must be dense and local to this rank.
     """
     if not tensors:
         return True
@@ -48,7 +50,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
         # To look a device up costs as much as the check of a small model.
         found, one = _ON_CPU if tensors[0].is_cpu else _found_and_one(tensors[0].device)
         try:
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+            _unscale(tensors, found, one)
         except RuntimeError:
             # Complex tensors, overlapping memory, several devices, sparse tensors.
             found.zero_()
@@ -78,7 +80,7 @@ def scale_and_check(tensors: list[Tensor], factor: float) -> bool:
     if device is None:
         return True
     found = torch.zeros((), device=device)
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((), factor, device=device))
+    _unscale(tensors, found, torch.full((), factor, device=device))
     return found.item() == 0.0
 
 

@@ -38,7 +38,7 @@ from .manifest import (
 from .safetensors_header import CHUNK_BYTES, PlainFile, open_tensor_file
 from .safetensors_io import DTYPES, bytes_of
 from .verify import problems_of, was_replaced
-from .write_plan import Shard
+from .write_plan import Shard, part_at
 
 # A checkpoint of a thousand ranks has more files than a process may hold open.
 _MAX_OPEN_FILES = 16
@@ -166,7 +166,7 @@ class Checkpoint:
             return out
         rows = out if out.shape[1:] == record.shape[1:] else out.new_empty((*shape[:1], *record.shape[1:]))
         self._copy_range(name, record, touched, start, rows.reshape(-1))
-        return out if rows is out else out.copy_(_cut(rows, (0, *offsets[1:]), shape))
+        return out if rows is out else out.copy_(part_at(rows, shape, (0, *offsets[1:])))
 
     def read_flat(self, section: str, name: str, start: int, length: int) -> Tensor:
         """Return ``length`` elements, beginning at ``start``, of the flattened (row-major) tensor, as a 1-d tensor.
@@ -219,7 +219,7 @@ class Checkpoint:
         lows = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
         highs = [min(a + n, b + m) for a, n, b, m in zip(offsets, out.shape, part.offsets, part.shape, strict=True)]
         extent = [high - low for low, high in zip(lows, highs, strict=True)]
-        target = _cut(out, [low - start for low, start in zip(lows, offsets, strict=True)], extent)
+        target = part_at(out, extent, [low - start for low, start in zip(lows, offsets, strict=True)])
         inside = [low - start for low, start in zip(lows, part.offsets, strict=True)]
         # Contiguous elements in the file: a range of the first dim that is not cut to one element, and all of later
         # dims.
@@ -231,7 +231,7 @@ class Checkpoint:
             return
         buffer = torch.empty(rows, dtype=out.dtype)
         self._read_elements(name, record, part, first, buffer)
-        target.copy_(_cut(buffer, [*[0] * len(inside[: dim + 1]), *inside[dim + 1 :]], extent))
+        target.copy_(part_at(buffer, extent, [*[0] * len(inside[: dim + 1]), *inside[dim + 1 :]]))
 
     def _copy_range(self, name: str, record: TensorRecord, touched: Sequence[Part], start: int, out: Tensor) -> None:
         """Fill the 1-d ``out`` with the elements beginning at ``start``, from the parts of the flattened tensor."""
@@ -333,12 +333,6 @@ def parts_in_range(record: TensorRecord, start: int, length: int) -> list[Part]:
         for part in record.parts
         if max(start, part.offsets[0]) < min(start + length, part.offsets[0] + part.shape[0])
     ]
-
-
-def _cut(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[Box]:
@@ -510,7 +504,7 @@ class HeldShard:
         piece = self._shard
         if not prod(shape):
             return piece.tensor.new_empty(tuple(shape))
-        return _cut(piece.tensor, [start - own for start, own in zip(offsets, piece.offsets, strict=True)], shape)
+        return part_at(piece.tensor, shape, [start - own for start, own in zip(offsets, piece.offsets, strict=True)])
 
     def read_flat(self, start: int, length: int) -> Tensor:
         piece = self._shard

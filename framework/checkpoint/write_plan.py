@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
@@ -163,3 +163,10 @@ def _writers(section: str, name: str, pieces: list[tuple[int, Piece]], load: lis
         load[rank] += size_of(box[1], first.dtype)
         writers.append((rank, box))
     return writers
+
+
+def part_at(whole: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """Return the part of a shape at offsets, a view."""
+    for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole

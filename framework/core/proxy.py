@@ -1,8 +1,21 @@
-"""``Proxy``: stands for another object, as set-up optimizers and schedulers do."""
+"""Objects that have the attributes of another one: ``Wrapper``, and ``Proxy``, which also has its class."""
 
 from __future__ import annotations
 
 from typing import Any
+
+
+class Wrapper:
+    """Has the attributes of another object, beside its own."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy has no original before its state is set.
+        if name.startswith("__") or "_original" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._original, name)
 
 
 class Proxy:

@@ -3,8 +3,7 @@
 - ``torch.utils._pytree``: nested collections, with the classes that libraries have registered, such as the outputs of
   transformers' models. ``torch.utils`` has no public module for them, and ``torch.fx.map_arg`` knows no such classes.
 - ``TorchDispatchMode`` and ``FakeTensorMode``: described in torch's documentation, under private modules only.
-- ``_version``, ``_cdata``: ``torch.autograd.graph`` can increment the version of a tensor, but not read it. A tensor
-  without data has no ``data_ptr`` by which its storage is known.
+- ``_version``: ``torch.autograd.graph`` can increment the version of a tensor, but not read it.
 
 ``without_subclasses`` is public, in place of ``torch._C.DisableTorchFunctionSubclass``.
 """
@@ -59,8 +58,8 @@ def version_of(tensor: Tensor) -> int:
 
 def storage_key(held: Tensor | torch.UntypedStorage) -> int:
     """Return the number of a storage, which all its tensors share, also those without data."""
-    number: int = (held.untyped_storage() if isinstance(held, Tensor) else held)._cdata
-    return number
+    # torch keeps the object of a storage for as long as the storage lives.
+    return id(held.untyped_storage() if isinstance(held, Tensor) else held)
 
 
 def without_subclasses(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

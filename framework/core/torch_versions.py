@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 
-def fsdp_groups(part: Any) -> list[Any]:
-    """Return the parameter groups of a module on which ``fully_shard`` was called; empty if it has no parameters."""
-    state = part._get_fsdp_state()
+def fsdp_groups(state: Any) -> list[Any]:
+    """Return the parameter groups in the state of a module on which ``fully_shard`` was called.
+
+    Empty if the module has no parameters.
+    """
     # A list since torch 2.12; before that one group, or None.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:

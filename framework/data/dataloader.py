@@ -170,7 +170,7 @@ def order_of(loader: DataLoader[Any], seed: int, sequential: bool = False) -> tu
 def _order_of_samples(sampler: Any, seed: int, sequential: bool) -> Order:
     if type(sampler) is SequentialSampler:
         return NaturalOrder(sampler.data_source, seed, shuffle=False)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         own = sampler.generator
         seed = seed if own is None else own.initial_seed()
         return NaturalOrder(sampler.data_source, seed, shuffle=not sequential)

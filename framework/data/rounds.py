@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.proxy import Wrapper
 from ..distributed.data_parallel import DataRanks, part_of
 from ..distributed.gather import rows_in, slice_rows
 from .map_source import MapSource
@@ -126,23 +127,18 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     return [slice_rows(batch, *part_of(rows, rank, size)) for rank in range(min(rows, size))]
 
 
-class SplitBatches:
+class SplitBatches(Wrapper):
     """A loader of global batches of which each rank takes its rows; ``NO_BATCH`` if there are fewer rows than ranks."""
 
     def __init__(self, loader: Any, rank: int, size: int) -> None:
-        self._loader = loader
+        super().__init__(loader)
         self._rank = rank
         self._size = size
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        for batch in self._original:
             rows = rows_in(batch)
             yield slice_rows(batch, *part_of(rows, self._rank, self._size)) if self._rank < rows else NO_BATCH
 
     def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loader" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+        return len(self._original)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..core.position_rng import SeededBatch, SeededIndex, mix_seed
+from ..core.proxy import Wrapper
 from ..distributed.data_parallel import ceil_div, part_of
 from .orders import LazyItems, Order, chunks
 
@@ -55,7 +56,7 @@ def _every(
         yield number, items[number * width : (number + 1) * width]
 
 
-class IndexSampler:
+class IndexSampler(Wrapper):
     """Replaces the sampler of a copied loader. ``epoch`` is set before ``iter()``; other attributes are the original's.
 
     Attributes:
@@ -65,19 +66,14 @@ class IndexSampler:
     def __init__(self, original: Any, order: Order, width: int, *, whole: bool, seed: int, seeded: bool) -> None:
         """``whole``: an item is an entire batch, or a sample that is not collated; else ``width`` items form a
         batch."""
+        super().__init__(original)
         self.order = order
         self.width = width
         self.whole = whole
         self.epoch = 0
         self.begun = False
-        self._original = original
         self._seed = seed
         self._seeded = seeded
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_original" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._original, name)
 
     def _pack(self, indices: Sequence[Any], first: int, epoch: int) -> Any:
         """Return the index object that the loader fetches for items beginning at position ``first`` of the order."""

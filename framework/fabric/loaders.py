@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler
 
 from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError, ConfigurationError
+from ..core.proxy import Wrapper
 from ..data.combined_source import prepare_training
 from ..data.dataloader import copy_with, distributed_samplers, is_map_style
 from ..data.iterable_source import IterableSource
@@ -50,7 +51,7 @@ class _Passes:
     under_way: bool = False
 
 
-class FabricLoader:
+class FabricLoader(Wrapper):
     """Yields this rank's batches. Attributes that it lacks are those of the original loader.
 
     With even sharding each rank yields the same number of batches: a rank without samples for the last round repeats
@@ -77,13 +78,13 @@ class FabricLoader:
         reading: Reading,
         name: str,
     ) -> None:
+        super().__init__(given)
         self.epoch = 0
         self.end = False
         self.filler = False
         self.share = 1.0
         self.count = 0
         self.is_along = False
-        self._given = given
         self._world = ranks = DataRanks(world)
         self._sharing = sharing
         self._move = move
@@ -94,22 +95,17 @@ class FabricLoader:
         self._may_fill = False
         self._source = _source(given, ranks, seed, sharing, name)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_given" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._given, name)
-
     def __repr__(self) -> str:
-        return f"FabricLoader({self._given!r})"
+        return f"FabricLoader({self._original!r})"
 
     def __len__(self) -> int:
         total = self._source.len_batches()
         if total is None:
-            raise TypeError(f"object of type {type(self._given).__name__!r} has no len()")
+            raise TypeError(f"object of type {type(self._original).__name__!r} has no len()")
         if self._sharing.dispatch and not self._sharing.split:
             total = ceil_div(total, self._world.size)
         elif not self._is_even and self._sharing.shard:
-            holders = holders_of_last(self._source, self._given, None, self._world.size)
+            holders = holders_of_last(self._source, self._original, None, self._world.size)
             total -= holders is not None and self._world.rank not in holders
         return max(total - self._skipped, 0)
 
@@ -177,7 +173,7 @@ class FabricLoader:
             # Whether the last batch has a row for each rank is known only after reading it.
             holders = None
         elif sharing.shard:
-            holders = holders_of_last(source, self._given, position, world.size)
+            holders = holders_of_last(source, self._original, position, world.size)
         else:
             agreed = all(other == rounds for other in world.all_gather_object(rounds))
             holders = range(world.size) if agreed else None
@@ -263,25 +259,20 @@ class Reading:
             self.joined = before
 
 
-class SkippedBatches:
+class SkippedBatches(Wrapper):
     """A loader that was not set up, without its first batches."""
 
     def __init__(self, loader: Any, batches: int) -> None:
-        self._loader = loader
+        super().__init__(loader)
         self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self._loader):
+        for number, batch in enumerate(self._original):
             if number >= self._batches:
                 yield batch
 
     def __len__(self) -> int:
-        return max(len(self._loader) - self._batches, 0)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loader" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+        return max(len(self._original) - self._batches, 0)
 
 
 def _source(given: Any, world: DataRanks, seed: int, sharing: Sharing, name: str) -> TrainingSource:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..core.precision import Precision
-from .formulas import Layout, ModelSize, Ranks, shard_of
+from ..parallel.strategy import MemoryLayout
+from .formulas import ModelSize, Ranks, shard_of
 
 # Bytes that a rank sends for each byte of the full tensors, times (W - 1) / W, in a ring of W ranks.
 _PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
@@ -35,7 +36,7 @@ class Transfer:
 
 
 def communication(
-    layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, window: int = 1
+    layout: MemoryLayout, size: ModelSize, ranks: Ranks, precision: Precision, window: int = 1
 ) -> tuple[Transfer, ...]:
     """Return the collectives of an optimizer step, without those of a few bytes.
 
@@ -45,7 +46,9 @@ def communication(
     return tuple(each for each in _transfers(layout, size, ranks, precision, window) if each.sent)
 
 
-def _transfers(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, window: int) -> Iterator[Transfer]:
+def _transfers(
+    layout: MemoryLayout, size: ModelSize, ranks: Ranks, precision: Precision, window: int
+) -> Iterator[Transfer]:
     split = shard_of(layout, ranks)
     compute, reduction = precision.compute_dtype.itemsize, precision.reduction_dtype.itemsize
     if layout.replicates:

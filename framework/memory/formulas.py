@@ -21,12 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Literal
 
 from ..core.degrees import Degrees
 from ..core.precision import Precision
-
-Place = Literal["device", "host", "disk"]
+from ..parallel.strategy import MemoryLayout, Place
 
 _FP32_BYTES = 4
 # Buckets of DeepSpeed's engine, as strategies/deepspeed/config.py sets them: the model divided by the first number, but
@@ -86,46 +84,6 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The state that a strategy splits over ranks, and the place where it keeps it."""
-
-    splits_parameters: bool = False
-    splits_gradients: bool = False
-    splits_state: bool = False
-    replicates: bool = False
-    """Every rank holds everything, and buckets in which gradients are reduced."""
-    engine: bool = False
-    """DeepSpeed's engine: updates are applied to fp32 master copies, and gradients accumulated in fp32."""
-    parameters_on: Place = "device"
-    state_on: Place = "device"
-    """The place of optimizer state and master copies. Unless it is the device, gradients accumulate on the host."""
-    within_node: bool = False
-    """Whether to split over the ranks of a node and replicate over nodes; a single node has two replicas."""
-
-
-LAYOUTS: dict[str, Layout] = {
-    "single": Layout(),
-    "ddp": Layout(replicates=True),
-    "fsdp": Layout(splits_parameters=True, splits_gradients=True, splits_state=True),
-    "hsdp": Layout(splits_parameters=True, splits_gradients=True, splits_state=True, within_node=True),
-    "zero1": Layout(splits_state=True, engine=True),
-    "zero1-offload": Layout(splits_state=True, engine=True, state_on="host"),
-    "zero2": Layout(splits_gradients=True, splits_state=True, engine=True),
-    "zero2-offload": Layout(splits_gradients=True, splits_state=True, engine=True, state_on="host"),
-    "zero3": Layout(splits_parameters=True, splits_gradients=True, splits_state=True, engine=True),
-    "zero3-offload": Layout(
-        splits_parameters=True, splits_gradients=True, splits_state=True, engine=True,
-        parameters_on="host", state_on="host",
-    ),
-    "zero3-nvme": Layout(
-        splits_parameters=True, splits_gradients=True, splits_state=True, engine=True,
-        parameters_on="disk", state_on="disk",
-    ),
-}  # fmt: skip
-"""Layouts by the name of the strategy."""
-
-
-@dataclass(frozen=True)
 class Bytes:
     """Bytes that one rank holds in one place."""
 
@@ -174,7 +132,7 @@ class Footprint:
 
 
 def footprint(
-    layout: Layout,
+    layout: MemoryLayout,
     size: ModelSize,
     ranks: Ranks,
     precision: Precision,
@@ -199,7 +157,7 @@ def footprint(
     return Footprint(held.device + Bytes(activations=activations), held.host, held.disk)
 
 
-def shard_of(layout: Layout, ranks: Ranks) -> int:
+def shard_of(layout: MemoryLayout, ranks: Ranks) -> int:
     """Return the number of ranks over which a strategy splits."""
     if ranks.degrees.given and not (layout.within_node and ranks.degrees.dp_replicate is None):
         laid_out = ranks.degrees.lay_out(ranks.world_size)
@@ -211,7 +169,7 @@ def shard_of(layout: Layout, ranks: Ranks) -> int:
 
 
 def _torch(
-    layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, casts: int, accumulates: bool
+    layout: MemoryLayout, size: ModelSize, ranks: Ranks, precision: Precision, casts: int, accumulates: bool
 ) -> Footprint:
     width = precision.parameter_dtype.itemsize
     split = shard_of(layout, ranks)
@@ -233,7 +191,7 @@ def _torch(
     )
 
 
-def _engine(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, accumulates: bool) -> Footprint:
+def _engine(layout: MemoryLayout, size: ModelSize, ranks: Ranks, precision: Precision, accumulates: bool) -> Footprint:
     width, split = precision.compute_dtype.itemsize, shard_of(layout, ranks)
     share = _part(size.trainable, split)
     full, buffers, staged = _engine_gradients(layout, width, accumulates)
@@ -258,7 +216,7 @@ def _engine(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision,
     return Footprint(places["device"], places["host"], places["disk"])
 
 
-def _engine_gradients(layout: Layout, width: int, accumulates: bool) -> tuple[int, int, int]:
+def _engine_gradients(layout: MemoryLayout, width: int, accumulates: bool) -> tuple[int, int, int]:
     """Return how DeepSpeed holds the gradient of an element.
 
     Returns:
@@ -279,7 +237,7 @@ def _engine_gradients(layout: Layout, width: int, accumulates: bool) -> tuple[in
     return _FP32_BYTES + (0 if offloads else width), 1 if offloads else 0, staged
 
 
-def _engine_buckets(layout: Layout, size: ModelSize, width: int) -> int:
+def _engine_buckets(layout: MemoryLayout, size: ModelSize, width: int) -> int:
     """Return the bytes that are reduced and gathered at once."""
     bucket = _between(size.elements, *_BUCKET)
     if not layout.splits_parameters:

@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 
 from ..core.degrees import Degrees
 from ..core.errors import unknown
 from ..core.precision import Precision
+from ..core.registry import STRATEGIES
 from ..core.size_text import size_text
 from ..core.wording import counted
 from ..parallel.resources import candidates
+from ..parallel.strategy import MemoryLayout
 from .available_memory import Memory
 from .communication import Traffic
-from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, Ranks, footprint
+from .formulas import Bytes, Footprint, ModelSize, Ranks, footprint
 from .measure import Activations
 
 # The usable part of the available memory: allocators fragment it, and libraries take some.
@@ -40,6 +43,8 @@ class PlanRow:
     """The rank whose step was rehearsed; None: ``needs`` is by formulas."""
     traffic: tuple[Traffic, ...] = ()
     """The collectives of a step that was rehearsed."""
+    layout: MemoryLayout | None = None
+    """What the formulas count; None for a strategy that they do not know."""
 
     @property
     def fits(self) -> bool:
@@ -192,7 +197,20 @@ class MemoryPlan:
 _HEAD = ["  strategy", *(each.name.partition("_")[0] for each in fields(Bytes)), "device", "host", "disk", ""]
 
 
+def counted_layouts() -> dict[str, MemoryLayout]:
+    """Return what each strategy splits that the formulas know, by its name in the registry."""
+    found = {}
+    for name in STRATEGIES:
+        with suppress(Exception):  # a plug-in may need arguments
+            strategy = STRATEGIES.load(name)()
+            # Others are a second name of a strategy.
+            if strategy.name == name and strategy.memory_layout is not None:
+                found[name] = strategy.memory_layout
+    return found
+
+
 def make_plan(
+    layouts: Mapping[str, MemoryLayout],
     size: ModelSize,
     ranks: Ranks,
     precision: Precision,
@@ -207,14 +225,15 @@ def make_plan(
     """Return the plan.
 
     Args:
+        layouts: what each strategy splits, by its name; at least one.
         refusals: why strategies cannot be used, by their names.
         accumulates: whether windows have several micro-batches.
     """
     saved = activations or Activations(0, casts_of(size, precision))
     rows = []
-    for name, layout in LAYOUTS.items():
+    for name, layout in layouts.items():
         needs = footprint(layout, size, ranks, precision, saved.kept, saved.casts, accumulates)
-        rows.append(PlanRow(name, needs, shortage(needs, memory), refusals.get(name)))
+        rows.append(PlanRow(name, needs, shortage(needs, memory), refusals.get(name), layout=layout))
     plan = MemoryPlan(
         tuple(rows),
         rows[0].name,
@@ -250,7 +269,7 @@ def _on_device(needs: Footprint, memory: Memory) -> int:
 
 def fits_easily(size: ModelSize, ranks: Ranks, precision: Precision, memory: Memory) -> bool:
     """Whether unsplit parameters, gradients and Adam's moments take only a small part of the memory."""
-    needs = footprint(LAYOUTS["single"], replace(size, state_bytes=None), ranks, precision)
+    needs = footprint(MemoryLayout(), replace(size, state_bytes=None), ranks, precision)
     return shortage(Footprint(needs.device), memory, _EASILY) is None
 
 
@@ -280,13 +299,15 @@ class Alternatives:
 
 
 def alternatives(plan: MemoryPlan, name: str, precision: Precision) -> Alternatives:
-    """Return the changes to a plan under the strategy ``name`` that fit."""
+    """Return the changes to a plan under the strategy ``name``, which the formulas know, that fit."""
+    layout = plan[name].layout
+    assert layout is not None
     strategies = tuple(row.name for row in plan if row.fits and row.refusal is None and row.name != name)
     own = plan.ranks
     ranks = own
-    while not _fits(plan, name, precision, ranks, 1.0) and ranks.world_size < _MOST_RANKS:
+    while not _fits(plan, layout, precision, ranks, 1.0) and ranks.world_size < _MOST_RANKS:
         ranks = replace(ranks, world_size=2 * ranks.world_size)
-    fits = _fits(plan, name, precision, ranks, 1.0)
+    fits = _fits(plan, layout, precision, ranks, 1.0)
     now = plan.data.micro_batch if plan.data is not None else None
     smaller = largest_micro_batch(plan, name, precision, now - 1) if now is not None else None
     return Alternatives(strategies, smaller, ranks.world_size if fits else None)
@@ -310,14 +331,15 @@ def largest_micro_batch(plan: MemoryPlan, name: str, precision: Precision, most:
 
 def _largest(plan: MemoryPlan, name: str, precision: Precision, sizes: Sequence[int]) -> int | None:
     now = plan.data.micro_batch if plan.data is not None else None
-    if now is None or plan.activations is None or name not in LAYOUTS:
+    layout = next((row.layout for row in plan if row.name == name), None)
+    if now is None or plan.activations is None or layout is None:
         return None
-    return next((size for size in sizes if _fits(plan, name, precision, plan.ranks, size / now)), None)
+    return next((size for size in sizes if _fits(plan, layout, precision, plan.ranks, size / now)), None)
 
 
-def _fits(plan: MemoryPlan, name: str, precision: Precision, ranks: Ranks, part: float) -> bool:
+def _fits(plan: MemoryPlan, layout: MemoryLayout, precision: Precision, ranks: Ranks, part: float) -> bool:
     """Whether a strategy fits with a part of the activations."""
     kept = plan.activations.kept if plan.activations is not None else 0
     casts = plan.activations.casts if plan.activations is not None else casts_of(plan.size, precision)
-    needs = footprint(LAYOUTS[name], plan.size, ranks, precision, round(part * kept), casts, plan.accumulates)
+    needs = footprint(layout, plan.size, ranks, precision, round(part * kept), casts, plan.accumulates)
     return shortage(needs, plan.memory) is None

@@ -44,7 +44,7 @@ class FileLogger(Logger):
             raise ConfigurationError(f"version={version!r}: give a number, a directory's name, or None.")
         if not isinstance(prefix, str):
             raise ConfigurationError(f"prefix={prefix!r}: give a string.")
-        self._fixed_save_dir = None if save_dir is None else _expanded(save_dir)
+        self._fixed_save_dir = None if save_dir is None else str(local_place(os.path.expandvars(save_dir)))
         self._fixed_name = name
         self._fixed_version = version
         self._prefix = prefix
@@ -162,10 +162,6 @@ class FileLogger(Logger):
 
     def _with_prefix(self, key: str) -> str:
         return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{key}" if self._prefix else key
-
-
-def _expanded(path: str | os.PathLike[str]) -> str:
-    return str(local_place(os.path.expandvars(os.fspath(path))))
 
 
 def _versions(root: Path) -> dict[int, Path]:

@@ -118,16 +118,6 @@ class Step:
         self.states = [(each, state) for each, state in before if not torch.equal(state, each.get_state())]
 
 
-def kept(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, which takes no memory of its own before the tensor is changed."""
-    try:
-        # Private: `clone` takes the memory at once, and torch has no public function that copies on write.
-        return torch._lazy_clone(tensor.detach())
-    except RuntimeError:
-        # The memory is not torch's, such as that of a numpy array, so changes of it would go unnoticed.
-        return tensor.detach().clone()
-
-
 def _default_generator(device: torch.device) -> torch.Generator:
     if device.type != "cuda":
         return torch.default_generator
@@ -322,7 +312,7 @@ class _Recorder(TorchFunctionMode):
         def described(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return target if value is given else self.view(value) or kept(value)
+            return target if value is given else self.view(value) or value.detach().clone()
 
         step = Step(func, tree_map(described, tuple(args)), tree_map(described, dict(kwargs)), target)
         step.record(self.scratch.like(recipe.base, recipe.device))

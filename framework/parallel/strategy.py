@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -88,6 +88,27 @@ class Traits:
     def replicates(self) -> bool:
         """Whether every rank holds the full state, so that rank 0 alone can write it."""
         return not self.shards_state
+
+
+Place = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """The state that a strategy splits over ranks, and the place where it keeps it. The memory plan counts by it."""
+
+    splits_parameters: bool = False
+    splits_gradients: bool = False
+    splits_state: bool = False
+    replicates: bool = False
+    """Every rank holds everything, and buckets in which gradients are reduced."""
+    engine: bool = False
+    """DeepSpeed's engine: updates are applied to fp32 master copies, and gradients accumulated in fp32."""
+    parameters_on: Place = "device"
+    state_on: Place = "device"
+    """The place of optimizer state and master copies. Unless it is the device, gradients accumulate on the host."""
+    within_node: bool = False
+    """Whether to split over the ranks of a node and replicate over nodes; a single node has two replicas."""
 
 
 # ---- companions that few strategies need -----------------------------------------------------------------------------
@@ -193,6 +214,8 @@ class Strategy(NamesArguments, ABC):
 
     name: str
     traits: Traits = Traits()
+    memory_layout: MemoryLayout | None = None
+    """What the memory plan counts; None: it has no row for this strategy, or the row of a step that was rehearsed."""
     libraries: tuple[str, ...] = ("torch._dynamo",)
     """Modules that every rank imports before its first step; importing them must not initialize an accelerator. The
     ranks of a script are forked from a process that has imported them, unless one of them does initialize one. Any

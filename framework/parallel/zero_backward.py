@@ -155,7 +155,10 @@ def _tensors_in(data: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 CARRIES_OTHERS = "carries_gradients_of_other_ranks"
-"""An attribute of an ``autograd.Function`` whose backward pass brings along gradients of other ranks' losses."""
+"""What an ``autograd.Function`` sets in its context if its backward pass brings along gradients of other ranks' losses.
+
+The context is the node of the graph.
+"""
 
 
 _zero_backward = False
@@ -177,7 +180,7 @@ def zero_gradients(loss: Tensor) -> Generator[Tensor, None, None]:
     global _zero_backward
     zero = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
     nodes = nodes_of(zero)
-    carriers = [node for node in nodes if hasattr(getattr(node, "_forward_cls", None), CARRIES_OTHERS)]
+    carriers = [node for node in nodes if hasattr(node, CARRIES_OTHERS)]
     if carriers:
         nodes -= set().union(*(_nodes_from(node) for node in carriers))
     handles = [node.register_prehook(_zeros) for node in nodes]

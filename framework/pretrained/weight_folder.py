@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -228,16 +229,11 @@ def _indexed(folder: Path, config: dict[str, Any]) -> Weights:
 def _in_files(path: Path, files: list[Path], config: dict[str, Any] | None = None) -> Weights:
     opened = [TensorFile(file) for file in files]
     tensors: dict[str, StoredTensor] = {}
-    for name, tensor in _all_tensors(opened):
+    for name, tensor in chain.from_iterable(file.tensors.items() for file in opened):
         if name in tensors:
             raise CheckpointError(f"{str(path)!r} holds {name!r} in two files; it is damaged.")
         tensors[name] = tensor
     return Weights(path, tensors, opened, config=config or {})
-
-
-def _all_tensors(files: list[TensorFile]) -> Iterator[tuple[str, StoredTensor]]:
-    for file in files:
-        yield from file.tensors.items()
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -57,7 +57,8 @@ class PyTorchProfiler(Profiler):
     def begin(self, directory: Path | None, rank: int) -> None:
         super().begin(directory, rank)
         self._open, self._steps, self._table, self.traces = [], 0, "", []
-        options = {"activities": _activities(), **self._options}
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        options = {"activities": activities, **self._options}
         self._tracer = torch.profiler.profile(schedule=self._schedule, on_trace_ready=self._write, **options)
         self._tracer.start()
 
@@ -106,7 +107,3 @@ class PyTorchProfiler(Profiler):
 
 def _default_schedule() -> Callable[[int], ProfilerAction]:
     return schedule(wait=1, warmup=1, active=3, repeat=1)
-
-
-def _activities() -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]

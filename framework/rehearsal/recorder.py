@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -288,8 +288,10 @@ def _group_of(args: Sequence[Any]) -> dist.ProcessGroup:
     for each in reversed(args):
         if isinstance(each, str):
             return group_called(each)  # type: ignore[arg-type]
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-            return dist.ProcessGroup.unbox(each)
+        if isinstance(each, torch.ScriptObject):
+            # Another object, such as the operation of a reduction, is refused.
+            with suppress(RuntimeError):
+                return dist.ProcessGroup.unbox(each)
     raise TypeError("the operator has no process group")
 
 

@@ -26,7 +26,6 @@ from ..state.module_state import extra_state, model_state
 from ..state.optimizer_state import Group, optimizer_state, whole
 from ..state.user_entries import UserEntries
 from .rank_state import capture_rank
-from .resumed_data import data_module_state
 
 
 def live_weights(run: Run) -> dict[str, Shard]:
@@ -160,11 +159,16 @@ class StateHolders:
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "callbacks": {callback.state_key: callback.state_dict() for callback in self._callbacks},
             "extra": extra_state(self.module),
-            "datamodule": data_module_state(self._datamodule),
+            "datamodule": self._data_state(),
             "metrics": self._values["callback"],
             "measured": self._measured,
             "shown": {reader: self._values[reader] for reader in ("logged", "progress_bar")},
         }
+
+    def _data_state(self) -> dict[str, Any] | None:
+        """Return the state of the data module and its class; None without state."""
+        state = {} if self._datamodule is None else self._datamodule.state_dict()
+        return {"class": type(self._datamodule).__qualname__, "state": state} if state else None
 
     def write_alone(self) -> None:
         """Make ``encoded`` return the tensors on this rank, for a checkpoint that it saves alone."""

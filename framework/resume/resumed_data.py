@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..api.data_module import DataModule
 from ..checkpoint.codec import decode
 from ..checkpoint.reader import Checkpoint
 from ..core.wording import counted
 from ..run.run import Run
-
-
-def data_module_state(datamodule: DataModule | None) -> dict[str, Any] | None:
-    """Return the state of a data module and its class; None without state."""
-    state = {} if datamodule is None else datamodule.state_dict()
-    return {"class": type(datamodule).__qualname__, "state": state} if state else None
 
 
 def restore_data_module(run: Run, checkpoint: Checkpoint | None) -> None:

@@ -385,7 +385,7 @@ def folders_below(root: Path) -> Iterator[Path]:
     yield root
     for entry in sorted(os.scandir(root), key=lambda each: each.name):
         is_folder = entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-        if is_folder and not is_checkpoint(Path(entry.path)):
+        if is_folder and not os.path.lexists(os.path.join(entry.path, MANIFEST)):
             yield from folders_below(Path(entry.path))
 
 
@@ -429,11 +429,6 @@ def delete_unfinished(root: Path, store: Store) -> None:
 
 def _checkpoints_in(listed: Iterable[str]) -> set[str]:
     return {folder for folder, _, name in (each.rpartition("/") for each in listed) if name == MANIFEST}
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a directory has a manifest."""
-    return os.path.lexists(path / MANIFEST)
 
 
 def checksum_of(manifest: bytes) -> str:

@@ -16,8 +16,7 @@ from ..core.size_text import size_text
 from ..core.wording import counted
 from ..launch import forked_ranks_can_use_cuda, launch_function
 from ..memory.available_memory import Memory, available_memory, bytes_of
-from ..memory.formulas import LAYOUTS
-from ..memory.memory_plan import MemoryPlan, first_micro_batch, make_plan
+from ..memory.memory_plan import MemoryPlan, counted_layouts, first_micro_batch, make_plan
 from ..parallel.resources import candidates
 from ..system.environment import nvme_path
 from ..watchdog.heartbeat import LEARNED, SECTIONS
@@ -25,10 +24,11 @@ from .model_measurements import Measurements, is_small, measure, rank_device, ra
 from .rehearsals import WHOLE_LAYERS, Rehearsals, by_formulas, confirmed, refusal_of, with_rehearsal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping
 
     from ..api.train_module import TrainModule
     from ..parallel.resources import Resources
+    from ..parallel.strategy import MemoryLayout
     from .plan_target import PlanTarget
     from .session import Session, StageRequest
     from .settings import TrainerSettings
@@ -84,8 +84,9 @@ def _verification_notes(requested: TrainerSettings, plan: MemoryPlan) -> list[st
     """Return a note about the memory of verified steps, if the fit has any."""
     given = requested.strategy
     name = given if isinstance(given, str) and any(row.name == given for row in plan) else plan.chosen
+    layout = plan[name].layout
     # An engine's update is not computed again, so that its state is not copied.
-    if requested.verify_every is None or LAYOUTS[name].engine:
+    if requested.verify_every is None or layout is None or layout.engine:
         return []
     held = plan[name].needs.device
     # By the time of the update, gradients of a window have been reduced to the rank's part.
@@ -152,12 +153,16 @@ def choose_micro_batch(session: Session, request: StageRequest) -> None:
     session.first_micro_batch = None if whole is None else whole.first
     if whole is None or not whole.is_found or whole.first is not None:
         return
-    resources, name = session.fabric.resources, session.fabric.strategy.name
+    resources, strategy = session.fabric.resources, session.fabric.strategy
+    if strategy.memory_layout is None:
+        return
     memory = _agreed_memory(session, request.module)
     _, measured = _measured(session, request, memory)
-    plan = _plan(session, request.module, memory, _maximum(measured), resources, (name,))
+    plan = _plan(
+        session, request.module, memory, _maximum(measured), resources, {strategy.name: strategy.memory_layout}
+    )
     share = whole.share(resources.data_size)
-    size = first_micro_batch(plan, name, resources.precision, share)
+    size = first_micro_batch(plan, strategy.name, resources.precision, share)
     session.first_micro_batch = size
     if size is not None and size < share:
         session.note(
@@ -184,17 +189,20 @@ def _plan(
     memory: Memory,
     measured: Measurements,
     resources: Resources,
-    names: Sequence[str] = tuple(LAYOUTS),
+    layouts: Mapping[str, MemoryLayout] | None = None,
 ) -> MemoryPlan:
+    """Return the plan of some strategies; None: all that the formulas know."""
+    layouts = counted_layouts() if layouts is None else layouts
     refusals = {
         name: refusal
-        for name in names
+        for name in layouts
         if (refusal := refusal_of(name, resources, module, measured.optimizers, session.settings.clipping)) is not None
     }
     notes = measured.notes
     if "tp" in resources.degrees.used:
         notes += (WHOLE_LAYERS,)
     return make_plan(
+        layouts,
         measured.size,
         ranks_of(resources),
         resources.precision,

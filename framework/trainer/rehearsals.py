@@ -22,7 +22,7 @@ from ..core.size_text import size_text
 from ..core.torch_internals import FakeTensorMode
 from ..distributed.groups_aside import groups_aside
 from ..launch import launch_function
-from ..memory.formulas import LAYOUTS, Footprint
+from ..memory.formulas import Footprint
 from ..memory.memory_plan import MemoryPlan, PlanRow, shortage
 from ..rehearsal import Part, TimeLimit, rehearse
 from .checks import check_sequences
@@ -151,11 +151,13 @@ class Rehearsals:
         refusal = self.refusal_of(given, machines)
         if refusal is not None:
             return plan.with_row(_refused(plan, name, refusal)), None
-        if name in LAYOUTS and LAYOUTS[name].engine:
+        strategy = _built(given)
+        layout = strategy.memory_layout
+        if layout is not None and layout.engine:
             return plan.with_notes(f"{name} is counted by formulas: its engine cannot be rehearsed."), None
-        found = self._rehearsed(_built(given), plan)
+        found = self._rehearsed(strategy, plan)
         if isinstance(found, _Failure):
-            if found.is_refusal or name not in LAYOUTS:
+            if found.is_refusal or layout is None:
                 return plan.with_row(_refused(plan, name, found.text)), None
             return plan.with_notes(by_formulas(name, found.text)), None
         passes, window = _checked(given, machines).window_passes, _window(self.session, plan, machines)
@@ -293,7 +295,8 @@ def confirmed(rehearsals: Rehearsals, plan: MemoryPlan, only_fastest: bool = Fal
         plan: the plan by formulas.
         only_fastest: try the fastest strategy alone, which a fit of a small model takes without a rehearsal.
     """
-    names = [name for name in plan.candidates if name not in LAYOUTS or plan[name].refusal is None]
+    refused = {row.name for row in plan if row.refusal is not None}
+    names = [name for name in plan.candidates if name not in refused]
     if only_fastest:
         names = list(plan.candidates[:1])
     if not plan.degrees.used:
@@ -313,7 +316,10 @@ def _with_degrees_that_fit(rehearsals: Rehearsals, plan: MemoryPlan, own: Rehear
     if row_of(own, plan).fits:
         return plan
     found = _fitting(rehearsals, plan, own)
-    notes = [f"{each.strategy} with {_as_argument(each)} fits: {size_text(each.peak.total)}." for each in found]
+    notes = [
+        f"{each.strategy} with parallel={each.layout.replace(' x ', ',')!r} fits: {size_text(each.peak.total)}."
+        for each in found
+    ]
     return plan.with_notes(*notes)
 
 
@@ -343,7 +349,3 @@ def _other_degrees(own: Rehearsed, machines: Resources, least: float) -> Iterato
     for name, degrees in automatic("smaller")(machines.world_size, machines.devices, least):
         if name != own.strategy or degrees.used or machines.degrees.used:
             yield name, degrees
-
-
-def _as_argument(found: Rehearsed) -> str:
-    return f"parallel={found.layout.replace(' x ', ',')!r}"

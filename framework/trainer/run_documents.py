@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..api.callback import Callback, saved_by
 from ..core.split_optimizer import kind_of
-from ..memory.formulas import LAYOUTS, Ranks, footprint
+from ..memory.formulas import Ranks, footprint
 from ..memory.measure import elements_of, size_of
 from ..memory.memory_plan import casts_of
 from ..report.notifications import shown_addresses
@@ -153,7 +153,7 @@ def _memory_facts(run: Run) -> dict[str, Any] | None:
     None for a strategy that they do not know, and for layers that are split.
     """
     strategy = run.strategy
-    layout = LAYOUTS.get(strategy.name)
+    layout = strategy.memory_layout
     if layout is None or "tp" in strategy.degrees.used:
         return None
     size = replace(size_of(run.module), state_slots=max(map(moments, run.optimizers), default=0))

@@ -494,7 +494,7 @@ class Trainer(RankProperties):
                 f"{name} tries optimizer steps, and with automatic_optimization = False training_step decides when to "
                 "step: compare short fits."
             )
-        if _is_iterator(train_dataloaders):
+        if hasattr(train_dataloaders, "__next__"):
             raise ConfigurationError(
                 f"{name} got an iterator, which can be read only once, so that nothing would be left for the fit: give "
                 "a DataLoader or a list."
@@ -1149,8 +1149,3 @@ def _set_backends(deterministic: bool | str | None, benchmark: bool | None) -> N
             fix_cublas_workspace()
     if benchmark is not None:
         torch.backends.cudnn.set_flags(_benchmark=benchmark)
-
-
-def _is_iterator(loaders: Any) -> bool:
-    """Whether loaders are an iterator, which can be read only once."""
-    return hasattr(loaders, "__next__")

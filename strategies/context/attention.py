@@ -119,12 +119,11 @@ class HeadExchange:
 class _Exchange(torch.autograd.Function):
     """Splits a tensor along one dim over the ranks, and joins what they send along another one."""
 
-    carries_gradients_of_other_ranks = True
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
         """Return the joined parts."""
         ctx.group, ctx.split, ctx.join = group, split, join
+        ctx.carries_gradients_of_other_ranks = True
         return _exchanged(tensor, group, split, join)
 
     @staticmethod
@@ -145,15 +144,14 @@ class _AfterRing(torch.autograd.Function):
     """Returns the output of ring attention unchanged, and marks its place in the graph of a loss.
 
     The backward pass of the ring brings gradients of other ranks' losses along. Where this rank's own loss does not
-    count, phalanx sets the gradients in the graph to zero, except behind nodes of a class with this attribute. The
-    nodes of torch's ring have no such attribute.
+    count, phalanx sets the gradients in the graph to zero, except behind nodes with this attribute. The nodes of
+    torch's ring have no such attribute.
     """
-
-    carries_gradients_of_other_ranks = True
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         """Return the tensor."""
+        ctx.carries_gradients_of_other_ranks = True
         return tensor.view_as(tensor)
 
     @staticmethod

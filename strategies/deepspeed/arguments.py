@@ -406,28 +406,29 @@ def _check_combination(options: ZeroOptions) -> None:
         raise ConfigurationError(
             f"offload_optimizer='nvme' needs stage=3, got stage={stage}. Use stage=3, or offload_optimizer='cpu'."
         )
-    if options.uses_nvme:
-        if options.nvme_path is None:
-            raise ConfigurationError(
-                "Offloading to NVMe needs a folder on a fast local disk: use DeepSpeedStrategy(stage=3, "
-                "offload_optimizer='nvme', offload_parameters='nvme', nvme_path='/path/of/the/disk'), or set the "
-                "environment variable PHALANX_NVME_PATH and use strategy='zero3-nvme'."
-            )
-        check_swap_folder(options.nvme_path)
 
 
 # ---- the folder of state on a disk ----------------------------------------------------------------------------------
 
 
-def check_swap_folder(path: Path) -> None:
-    """Refuse a folder that DeepSpeed cannot swap to.
+def check_swap_folder(options: ZeroOptions) -> None:
+    """Refuse a folder that DeepSpeed cannot swap to, if there is anything to swap.
 
     A file is created and opened as DeepSpeed opens its own: with direct writes, which bypass the page cache. Permission
     bits and mount options do not tell reliably whether that succeeds.
 
     Raises:
-        ConfigurationError: the folder is not writable, or its file system does not support direct writes.
+        ConfigurationError: no folder is given, it is not writable, or its file system does not support direct writes.
     """
+    if not options.uses_nvme:
+        return
+    path = options.nvme_path
+    if path is None:
+        raise ConfigurationError(
+            "Offloading to NVMe needs a folder on a fast local disk: use DeepSpeedStrategy(stage=3, "
+            "offload_optimizer='nvme', offload_parameters='nvme', nvme_path='/path/of/the/disk'), or set the "
+            "environment variable PHALANX_NVME_PATH and use strategy='zero3-nvme'."
+        )
     existing = next(each for each in (path, *path.parents) if each.exists())
     try:
         handle, name = tempfile.mkstemp(dir=existing, prefix=".phalanx-")

@@ -25,10 +25,10 @@ from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.gradient_operations import GradientOperations
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.step_flags import OrderFlags, StepFlags
-from ...framework.parallel.strategy import Recovery, Routed, StepFunction, Strategy, Traits
+from ...framework.parallel.strategy import MemoryLayout, Place, Recovery, Routed, StepFunction, Strategy, Traits
 from ...framework.system.environment import nvme_path
 from ..limits import check_dense
-from .arguments import is_in_memory, resolve_options
+from .arguments import check_swap_folder, is_in_memory, resolve_options
 from .config import check_precision, check_settings
 from .library import require_deepspeed
 from .ops import build_ops, check_build, needed_ops, print_note
@@ -39,7 +39,9 @@ from .update import EngineRecovery, EngineUpdate, LateUpdate
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .arguments import ZeroArguments
+    from .arguments import Offload, ZeroArguments
+
+_PLACES: dict[Offload | None, Place] = {None: "device", "cpu": "host", "nvme": "disk"}
 
 
 class DeepSpeedStrategy(Strategy):
@@ -74,6 +76,14 @@ class DeepSpeedStrategy(Strategy):
             weights_on_disk=options.offload_optimizer == "nvme",
             load_is_collective=options.stage < 3,
         )
+        self.memory_layout = MemoryLayout(
+            splits_parameters=options.stage == 3,
+            splits_gradients=options.stage >= 2,
+            splits_state=True,
+            engine=True,
+            parameters_on=_PLACES[options.offload_parameters],
+            state_on=_PLACES[options.offload_optimizer],
+        )
         if options.stage == 3:
             self.prevents_compiling = (
                 "gathers the parameters of each layer in hooks, which end compiled code there: leave that out, or use "
@@ -98,6 +108,7 @@ class DeepSpeedStrategy(Strategy):
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse what the engine does not support, and a machine without DeepSpeed or a compiler."""
+        check_swap_folder(self.options)
         check_precision(precision, device_type)
         require_deepspeed(self.name)
         check_settings(self.options, device_type)

@@ -214,12 +214,11 @@ def _exchange(routes: _Routes, factor: float, *tensors: Tensor) -> tuple[Tensor,
 class _Exchange(torch.autograd.Function):
     """Sends rows of several tensors. In one node, so that backward sends them in one order on all ranks."""
 
-    carries_gradients_of_other_ranks = True
-
     @staticmethod
     def forward(ctx: Any, routes: _Routes, factor: float, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the rows that arrive."""
         ctx.routes, ctx.factor = routes.reversed(), factor
+        ctx.carries_gradients_of_other_ranks = True
         return tuple(routes.send(each) for each in tensors)
 
     @staticmethod

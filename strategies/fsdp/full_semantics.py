@@ -26,10 +26,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ...framework.checkpoint.write_plan import part_at
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.torch_internals import tree_map_only, without_subclasses
 from ...framework.distributed.world import World
-from .local_shards import like, local_of, part_at, shape_and_offsets, whole_of_parts
+from .local_shards import like, local_of, shape_and_offsets, whole_of_parts
 
 _NUMBERS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__complex__", "__index__"}
 _NUMBERS |= {"__format__", "__contains__", "cpu", "equal", "allclose"}

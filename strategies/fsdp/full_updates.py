@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...framework.checkpoint.write_plan import part_at
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.distributed.world import World
-from .local_shards import local_of, part_at, shape_and_offsets
+from .local_shards import local_of, shape_and_offsets
 
 _Place = tuple[tuple[int, ...], tuple[int, ...]]
 

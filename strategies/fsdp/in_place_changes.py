@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.torch_internals import version_of
-from ...framework.core.torch_versions import fsdp_groups
 from ...framework.parallel.meta_device import owners_of
 from .full_semantics import check_shape
 from .local_shards import local_of
+from .torch_fsdp import groups_of
 
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
@@ -100,7 +100,7 @@ def carry_writes(parts: Iterable[FSDPModule], root: FSDPModule, compiled: bool) 
     """
     owners = owners_of(cast(nn.Module, root))
     for part in parts:
-        for group in fsdp_groups(part):
+        for group in groups_of(part):
             plain = [
                 each for each in group.fsdp_params if not hasattr(local_of(each.sharded_param), "fsdp_pre_all_gather")
             ]

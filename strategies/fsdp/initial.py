@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...framework.checkpoint.write_plan import part_at
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import Owner, check_same_parameters, owners_of
-from .local_shards import like, part_at, shape_and_offsets, whole_of_parts
+from .local_shards import like, shape_and_offsets, whole_of_parts
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 # Longer lists in attributes are data, which holds no parameters.
@@ -294,7 +295,7 @@ def allocate_buffers(
     for path, part in module.named_modules():
         for key, held in part._buffers.items():
             if held is not None and held.is_meta:
-                part._buffers[key] = _marked(held, world.device)
+                part._buffers[key] = torch.full(held.shape, _mark(held.dtype), dtype=held.dtype, device=world.device)
         names = [key for key in part._buffers if f"{path}.{key}".lstrip(".") in lacking]
         if names:
             found.append((path, part, names))
@@ -320,11 +321,6 @@ def check_buffers(found: list[tuple[str, nn.Module, list[str]]]) -> None:
                 "nothing computes them: build the module in configure_model or Fabric.init_module, where buffers get "
                 "their data, or compute them in its reset_parameters()."
             )
-
-
-def _marked(held: Tensor, device: torch.device) -> Tensor:
-    """Return a buffer with marker values that no computation would produce."""
-    return torch.full(held.shape, _mark(held.dtype), dtype=held.dtype, device=device)
 
 
 def _is_marked(held: Tensor | None) -> bool:

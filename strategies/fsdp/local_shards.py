@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,10 +59,3 @@ def like(parameter: DTensor, local: Tensor) -> DTensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def part_at(whole: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
-    """Return the part of ``shape`` at ``offsets``, a view."""
-    for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole

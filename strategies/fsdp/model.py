@@ -25,7 +25,6 @@ from ...framework.core.errors import ConfigurationError
 from ...framework.core.norms import BatchNorm
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.split_optimizer import optimizers_in
-from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
 from ...framework.parallel.compilation import has_compiled_call
 from ...framework.parallel.deferred import Deferred
@@ -45,7 +44,7 @@ from .outside_calls import Context, OutsideCalls
 from .passes import PassChecks, UnusedParameters
 from .state import carry_slots, shard_slots
 from .tensor_parallel import split_layers, tie_again
-from .torch_fsdp import Footprint, initialize, prepare_gathering, state_of
+from .torch_fsdp import Footprint, groups_of, initialize, prepare_gathering, state_of
 from .units import (
     Checkpointed,
     Units,
@@ -132,7 +131,7 @@ class ShardedModel:
         check_buffers(computed)
         self.full_updates = [FullUpdates(part, world) for part in full]
         self.parts = initialize(self.root)
-        groups = [group for part in self.parts for group in fsdp_groups(part)]
+        groups = [group for part in self.parts for group in groups_of(part)]
         if groups:
             # All groups have the same context.
             self.hooks.wait_with(groups[0].comm_ctx)
@@ -290,7 +289,7 @@ class ShardedModel:
         if now != self._trainable:
             self._trainable = now
             for part in self.parts:
-                for group in fsdp_groups(part):
+                for group in groups_of(part):
                     # Finds the dtype of trained parameters again; the rest of it is done once only.
                     group.lazy_init()
 

@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...framework.core.torch_versions import drop_unsharded_gradient, fsdp_groups
+from ...framework.core.torch_versions import drop_unsharded_gradient
+from .torch_fsdp import groups_of
 
 _OVERRIDDEN = ("named_parameters", "zero_grad", "state_dict")
 
@@ -36,7 +37,7 @@ class ModuleGradients:
         keeps_gathered: Callable[[], bool],
         reshard: Callable[[], None],
     ) -> None:
-        self._groups = [group for part in parts for group in fsdp_groups(part)]
+        self._groups = [group for part in parts for group in groups_of(part)]
         self._keeps_gathered = keeps_gathered
         self._reshard = reshard
         self._parts = [part for part in module.modules() if not any(name in vars(part) for name in _OVERRIDDEN)]

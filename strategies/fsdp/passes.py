@@ -23,11 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.torch_internals import is_in_backward
-from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import owners_of
 from ...framework.parallel.step_flags import RunOrder
 from ...framework.parallel.use_over_ranks import UseOverRanks
+from .torch_fsdp import groups_of
 
 
 class UnusedParameters:
@@ -50,7 +50,7 @@ class UnusedParameters:
         """The ``id`` of the records that had no gradient before a backward pass that uses no parameter."""
         self._reduces = self._is_settled = False
         for number, part in enumerate(parts, 1):
-            for group in fsdp_groups(part):
+            for group in groups_of(part):
                 group.post_backward = partial(self._before_reduction, number, group, group.post_backward)
                 for record in group.fsdp_params:
                     self._numbers[id(record)] = len(self._records)
@@ -144,7 +144,7 @@ class PassChecks(RunOrder):
         owners = owners_of(root)
         self._calls: Counter[nn.Module] = Counter()
         for number, part in enumerate(parts, 1):
-            for group in fsdp_groups(part):
+            for group in groups_of(part):
                 places = [(record, *owners[id(record.sharded_param)][0]) for record in group.fsdp_params]
                 group.pre_forward = partial(self._before_forward, number, places, group.pre_forward)
                 group.pre_backward = partial(_before_backward, group.pre_backward)

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard as Sharded
 from torch.optim import Optimizer
 
-from ...framework.checkpoint.write_plan import Shard
+from ...framework.checkpoint.write_plan import Shard, part_at
 from ...framework.core.degrees import Layout
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.quantized_state import LOOKUP, description_of, parts_of, quantizes, rebuild
-from .local_shards import like, local_of, part_at, shape_and_offsets
+from .local_shards import like, local_of, shape_and_offsets
 
 # torchao leaves smaller shards in full precision.
 _LEAST = 4096

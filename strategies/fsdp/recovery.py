@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from ...framework.core.torch_versions import can_abandon_fsdp_passes, drop_unsharded_gradient, fsdp_groups
+from ...framework.core.torch_versions import can_abandon_fsdp_passes, drop_unsharded_gradient
 from ...framework.distributed.devices import empty_caches
 from ...framework.distributed.rendezvous import shared_store
 from ...framework.distributed.world import World
 from ...framework.parallel.strategy import Recovery, Repeat, Strategy
 from .model import ShardedModel
+from .torch_fsdp import groups_of
 
 _Call = list[Any]
 """A collective: the number of its parameter group, and of a reduction the elements, dtype and operation."""
@@ -83,11 +84,11 @@ class ShardedRecovery(Recovery):
         if model is None:
             return
         self._model, self._world = model, model.world
-        self._groups = [group for part in model.parts for group in fsdp_groups(part)]
+        self._groups = [group for part in model.parts for group in groups_of(part)]
         self._store = _own_store(model.world)
         number = 0
         for part in model.parts:
-            if fsdp_groups(part):
+            if groups_of(part):
                 part.set_custom_all_gather(_Reported(partial(self._gather, number)))  # type: ignore[arg-type]
                 part.set_custom_reduce_scatter(_Reported(partial(self._reduce_scatter, number)))  # type: ignore[arg-type]
                 number += 1

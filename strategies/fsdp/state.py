@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from ...framework.checkpoint.reader import StoredTensors
-from ...framework.checkpoint.write_plan import Shard
+from ...framework.checkpoint.write_plan import Shard, part_at
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.quantized_state import grouped, is_quantized, join_slots, quantizes, split_slots
@@ -19,7 +19,7 @@ from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, torch_state_dict, whole_of
 from ...framework.parallel.parameter_names import state_tensors
 from .full_updates import FullUpdates
-from .local_shards import like, local_of, part_at, shape_and_offsets
+from .local_shards import like, local_of, shape_and_offsets
 from .quantized import quantized_from_store, quantized_shards
 
 

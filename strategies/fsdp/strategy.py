@@ -28,7 +28,7 @@ from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.step_flags import OrderFlags
-from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
+from ...framework.parallel.strategy import MemoryLayout, Routed, StepFunction, Strategy, Traits
 from ..context import ContextParallel
 from ..context.sharing import attention_of, sharing_sequences
 from ..limits import KnownParameters, check_dense, check_independent
@@ -110,6 +110,11 @@ class FSDPStrategy(Strategy):
         self.traits = Traits(
             shards_state=True, forward_has_collectives=True, backward_has_collectives=True, reduces_in_backward=True
         )
+        self.memory_layout: MemoryLayout | None = None
+        if not cpu_offload:
+            self.memory_layout = MemoryLayout(
+                splits_parameters=True, splits_gradients=True, splits_state=True, within_node=replicas == "node"
+            )
         self._use(own_degrees(replicas, tensor_parallel))
         self._sequences: ContextParallel | None = None
         self._layout: Layout
@@ -377,6 +382,7 @@ class SplitReplicas(FSDPStrategy):
     def __init__(self) -> None:
         # Every rank has full weights after a fit, as with ``ddp`` alone.
         super().__init__(gather_weights="all")
+        self.memory_layout = MemoryLayout(replicates=True)
 
 
 def hsdp(units: Units = None, *, replicas: Replicas = "node", **arguments: Any) -> FSDPStrategy:

@@ -34,6 +34,11 @@ def state_of(part: Any) -> Any:
     return fully_shard.state(part)  # type: ignore[attr-defined]
 
 
+def groups_of(part: Any) -> list[Any]:
+    """Return torch's parameter groups of a sharded module; empty if it has no parameters."""
+    return fsdp_groups(state_of(part))
+
+
 def initialize(root: Any) -> list[FSDPModule]:
     """Let torch find the outermost module and create its streams; return the sharded modules.
 
@@ -51,7 +56,7 @@ def prepare_gathering(parts: Iterable[FSDPModule]) -> None:
     one parameter at a time has memory, which nothing is written to.
     """
     for part in parts:
-        records = [(record, group.device) for group in fsdp_groups(part) for record in group.fsdp_params]
+        records = [(record, group.device) for group in groups_of(part) for record in group.fsdp_params]
         if any(hasattr(local_of(record.sharded_param), "fsdp_post_all_gather") for record, _ in records):
             # A tensor subclass builds them from values that are gathered.
             part.unshard()

@@ -24,13 +24,12 @@ from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.split_optimizer import optimizers_in
-from ...framework.core.torch_versions import fsdp_groups
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import StepAdapter
 from ..fsdp.initial import Origins, Source, allocate_buffers, check_buffers, fill, put_shard, take_away
 from ..fsdp.state import carry_slots, shard_slots
 from ..fsdp.tensor_parallel import split_layers, tie_again
-from ..fsdp.torch_fsdp import Footprint, initialize, prepare_gathering, state_of
+from ..fsdp.torch_fsdp import Footprint, groups_of, initialize, prepare_gathering, state_of
 from ..fsdp.units import check_parameters, leave_to_root, without_shared
 from ..limits import check_dense, updates_full_parameters
 from .blocks import Stages
@@ -81,7 +80,7 @@ class StageShards:
         fill(sources, origins, put)
         parts = initialize(self._root)
         prepare_gathering(parts)
-        self._groups = [group for part in parts for group in fsdp_groups(part)]
+        self._groups = [group for part in parts for group in groups_of(part)]
         self._end_backward: Callable[[], None] = state_of(self._root)._root_post_backward_final_callback
         hooks.close()
         hooks.undo()

@@ -12,8 +12,6 @@ from test_style import imported
 # Names that modules of torch keep private, by the modules of phalanx that use them.
 OF_MODULES = {
     "torch._C._distributed_c10d": ["framework.core.torch_groups"],
-    "torch._amp_foreach_non_finite_check_and_unscale_": ["framework.checkpoint.finite_check"],
-    "torch._lazy_clone": ["framework.parallel.deferred"],
     "torch._subclasses": ["framework.core.torch_internals"],
     "torch.autograd.Variable._execution_engine": ["framework.loop.manual_optimizer"],
     "torch.autograd.graph._engine_run_backward": ["strategies.context.attention"],
@@ -22,52 +20,63 @@ OF_MODULES = {
     "torch.utils._python_dispatch": ["framework.core.torch_internals"],
     "torch.utils._pytree": ["framework.core.torch_internals"],
 }
-# Private attributes of objects of torch, by the module that uses them.
+# Private attributes of objects of torch, by the module that uses them. For none there is a public way to the same.
 OF_OBJECTS = {
+    # Whether a tensor or a module has hooks.
     "_backward_hooks": "strategies.pipeline.other_stages",
     "_backward_pre_hooks": "strategies.pipeline.other_stages",
-    "_cdata": "framework.core.torch_internals",
-    "_clear_sharding_prop_cache": "framework.rehearsal.absent_ranks",
-    "_compiled_call_impl": "framework.parallel.compilation",
-    "_cp_options": "strategies.context.attention",
-    "_default_pg_init_method": "framework.core.torch_groups",
-    "_enable_cp_dtensor_dispatcher": "strategies.context.attention",
-    "_forward_cls": "framework.parallel.zero_backward",
-    "_forward_hooks": "strategies.fsdp.tensor_parallel",
-    "_forward_pre_hooks": "strategies.fsdp.tensor_parallel",
-    "_fsdp_param_group": "framework.core.torch_versions",
-    "_fsdp_param_groups": "framework.core.torch_versions",
-    "_get_fsdp_state": "framework.core.torch_versions",
-    "_group_count": "framework.core.torch_groups",
-    "_is_in_bad_fork": "framework.launch.fork_server_main",
-    "_is_view": "strategies.deepspeed.sharded",
-    "_lazy_init": "strategies.fsdp.torch_fsdp",
+    "_post_accumulate_grad_hooks": "strategies.pipeline.other_stages",
     "_load_state_dict_post_hooks": "framework.state.module_loading",
     "_load_state_dict_pre_hooks": "framework.state.module_loading",
-    "_local_tensor": "strategies.fsdp.local_shards",
-    "_module_state_mapping": "strategies.fsdp.torch_fsdp",
-    "_non_persistent_buffers_set": "framework.resume.step_record",
-    "_num_samples": "framework.data.dataloader",
-    "_opt_called": "strategies.deepspeed.strategy",
+    # The hooks that `parallelize_module` adds, which it does not return.
+    "_forward_hooks": "strategies.fsdp.tensor_parallel",
+    "_forward_pre_hooks": "strategies.fsdp.tensor_parallel",
+    # The hooks around the step of an optimizer that an engine replaces, and their order.
     "_optimizer_step_post_hooks": "strategies.deepspeed.optimizer strategies.fsdp.strategy",
     "_optimizer_step_pre_hooks": "strategies.deepspeed.optimizer",
-    "_orthogonalize": "strategies.ddp",
+    # The tables of process groups, which a process cannot leave for a while.
+    "_default_pg_init_method": "framework.core.torch_groups",
+    "_group_count": "framework.core.torch_groups",
     "_pg_names": "framework.core.torch_groups",
-    "_post_accumulate_grad_hooks": "strategies.pipeline.other_stages",
+    "_register_process_group": "framework.core.torch_groups",
+    "_set_global_rank": "framework.core.torch_groups",
+    "_unregister_all_process_groups": "framework.core.torch_groups",
+    "_World": "framework.core.torch_groups",
+    # The ring of attention: its public function cuts the tensors of a batch itself.
+    "_cp_options": "strategies.context.attention",
+    "_enable_cp_dtensor_dispatcher": "strategies.context.attention",
+    # FSDP's records of its parameters, and the modules that it refuses to shard again.
+    "_fsdp_param_group": "framework.core.torch_versions",
+    "_fsdp_param_groups": "framework.core.torch_versions",
+    "_module_state_mapping": "strategies.fsdp.torch_fsdp",
+    # Set-up of FSDP, which would run in the first forward pass.
+    "_lazy_init": "strategies.fsdp.torch_fsdp",
+    # Hooks of FSDP, which run for calls through the outermost module only, and the part of a pass in which it is.
     "_post_forward": "strategies.fsdp.outside_calls",
     "_pre_backward": "strategies.fsdp.model",
     "_pre_forward": "strategies.fsdp.outside_calls",
-    "_push_all_rebuilt_params": "strategies.ddp",
-    "_register_process_group": "framework.core.torch_groups",
     "_root_post_backward_final_callback": "strategies.pipeline.shards",
-    "_set_global_rank": "framework.core.torch_groups",
-    "_state_holder": "framework.launch.node_rendezvous",
-    "_to_sharded": "strategies.fsdp.in_place_changes",
-    "_torchdynamo_disable": "framework.api.train_module",
     "_training_state": "strategies.fsdp.outside_calls",
-    "_type": "framework.rehearsal.recorder",
-    "_unregister_all_process_groups": "framework.core.torch_groups",
-    "_World": "framework.core.torch_groups",
+    # The place where FSDP frees gathered parameters, also in its own hooks of `state_dict`.
+    "_to_sharded": "strategies.fsdp.in_place_changes",
+    # `to_local` returns a view of a parameter's shard, through which no memory can be assigned to it.
+    "_local_tensor": "strategies.fsdp.local_shards",
+    # The order of DDP's buckets, for which it has no argument.
+    "_push_all_rebuilt_params": "strategies.ddp",
+    # The helper of PowerSGD that does not take a single matrix in some versions.
+    "_orthogonalize": "strategies.ddp",
+    # What `Module.compile` has made.
+    "_compiled_call_impl": "framework.parallel.compilation",
+    # Whether a tensor is a view.
+    "_is_view": "strategies.deepspeed.sharded",
+    # The buffers that a state dict leaves out.
+    "_non_persistent_buffers_set": "framework.resume.step_record",
+    # The mark by which schedulers know that their optimizer has stepped.
+    "_opt_called": "strategies.deepspeed.strategy",
+    # The nodes that are in a rendezvous.
+    "_state_holder": "framework.launch.node_rendezvous",
+    # The cache of layouts by mesh, in which groups of an earlier rehearsal remain.
+    "_clear_sharding_prop_cache": "framework.rehearsal.absent_ranks",
 }
 OF_DEEPSPEED = {
     "_broadcast_model": "strategies.deepspeed.engine",
@@ -94,13 +103,13 @@ OF_OTHERS = {
     "_update_count": "framework.metrics.torchmetrics_state",
 }
 # The documentation of Python and of torch describes these.
-_PUBLIC = {"_fields", "_getframe", "_metadata"}
+_PUBLIC = {"_fields", "_getframe", "_is_in_bad_fork", "_metadata"}
 # torch's documentation describes these: foreach functions, operators by their names in ATen, tables of modules, and the
 # context in which tensor subclasses are not asked ("Extending PyTorch").
 _DOCUMENTED = ("torch._foreach_", "torch.ops.", "torch.nn.Module().", "torch._C.DisableTorchFunctionSubclass")
 
 
-_OPERATORS = ("_foreach_", "_scaled_", "_grouped_mm", "_local_scalar_dense")
+_OPERATORS = ("_amp_foreach_", "_foreach_", "_scaled_", "_grouped_mm", "_local_scalar_dense")
 _BY_STRING = ("getattr", "hasattr", "setattr", "delattr", "patch")
 
 

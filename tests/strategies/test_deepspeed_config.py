@@ -14,7 +14,7 @@ from messages import refuses
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.core.registry import STRATEGIES
-from phalanx.strategies.deepspeed.arguments import resolve_options
+from phalanx.strategies.deepspeed.arguments import check_swap_folder, resolve_options
 from phalanx.strategies.deepspeed.config import check_precision, check_settings, engine_config
 
 FP32 = resolve_precision("32-true")
@@ -45,7 +45,7 @@ HUGGING_FACE = {
 def refusal(error: type[ConfigurationError] = ConfigurationError, **arguments: Any) -> str:
     """Return the error message for some arguments, which has to be one paragraph that ends like a sentence."""
     with refuses(error) as raised:
-        resolve_options(**arguments)
+        check_swap_folder(resolve_options(**arguments))
     text = str(raised.value)
     assert "\n" not in text
     assert text[-1] in ".)?"
@@ -332,7 +332,7 @@ def test_lightning_names_are_aliases() -> None:
 def test_nvme_path_comes_from_an_argument_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_NVME_PATH", raising=False)
     with refuses(ConfigurationError, "DeepSpeedStrategy", "stage=3"):
-        STRATEGIES.load("zero3-nvme")()
+        STRATEGIES.load("zero3-nvme")().check(1, "cpu", 1, FP32)
     assert STRATEGIES.load("zero3-nvme")(nvme_path=tmp_path).options.nvme_path == tmp_path
     monkeypatch.setenv("PHALANX_NVME_PATH", str(tmp_path))
     assert STRATEGIES.load("zero3-nvme")().options.nvme_path == tmp_path

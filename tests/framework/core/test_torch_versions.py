@@ -22,10 +22,6 @@ from phalanx.framework.loop.recovering_step import check_strategy
 from phalanx.strategies import FSDPStrategy
 
 
-def part_with(**state: Any) -> SimpleNamespace:
-    return SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**state))
-
-
 @pytest.mark.parametrize(
     ("state", "groups"),
     [
@@ -37,7 +33,7 @@ def part_with(**state: Any) -> SimpleNamespace:
     ids=["torch 2.11", "torch 2.11 without parameters", "torch 2.12", "torch 2.12 without parameters"],
 )
 def test_the_groups_of_a_sharded_module_are_found_in_every_version(state: dict[str, Any], groups: list[str]) -> None:
-    assert fsdp_groups(part_with(**state)) == groups
+    assert fsdp_groups(SimpleNamespace(**state)) == groups
 
 
 def test_an_older_torch_is_the_reason_why_fsdp_cannot_repeat_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,29 +114,19 @@ def test_a_dataset_split_by_node_continues_on_the_same_number_of_ranks(root: Pat
     assert notes == []
 
 
-@pytest.mark.parametrize("others", [1, 6])
-def test_a_dataset_split_by_sample_continues_on_another_number_of_ranks(root: Path, others: int) -> None:
-    def make(rank: int, size: int) -> Any:
-        # Four shards are not a multiple of three or six; with one rank nothing is split.
-        return loader(split_by_node(root, "json", rank, size))
-
-    whole = [read(source(make, rank, 3, shard=False), 0) for rank in range(3)]
-    position, states = interrupted([source(make, rank, 3, shard=False) for rank in range(3)], 0, 2)
-    rows, [note] = resumed(make, others, 0, position, states, shard=False)
-    assert "the number of ranks has changed" in note
-    assert sorted(numbers_of(rows) + seen_after(2, whole)) == list(range(COUNT))
-
-
-@pytest.mark.parametrize("others", [1, 4])
-def test_a_dataset_split_by_shard_does_not_on_another_number_of_ranks(root: Path, others: int) -> None:
+# The dataset has four shards. A number of ranks that divides theirs splits it by shard, others by sample.
+@pytest.mark.parametrize(("ranks", "others", "continues"), [(3, 1, True), (3, 6, True), (2, 1, False), (2, 4, False)])
+def test_a_dataset_split_by_sample_alone_continues_on_another_number_of_ranks(
+    root: Path, ranks: int, others: int, continues: bool
+) -> None:
     def make(rank: int, size: int) -> Any:
         return loader(split_by_node(root, "json", rank, size))
 
-    whole = [read(source(make, rank, 2, shard=False), 0) for rank in range(2)]
-    position, states = interrupted([source(make, rank, 2, shard=False) for rank in range(2)], 0, 2)
+    whole = [read(source(make, rank, ranks, shard=False), 0) for rank in range(ranks)]
+    position, states = interrupted([source(make, rank, ranks, shard=False) for rank in range(ranks)], 0, 2)
     rows, [note] = resumed(make, others, 0, position, states, shard=False)
     assert "the number of ranks has changed" in note
-    assert sorted(numbers_of(rows) + seen_after(2, whole)) != list(range(COUNT))
+    assert (sorted(numbers_of(rows) + seen_after(2, whole)) == list(range(COUNT))) is continues
 
 
 class Dividing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import DataModule, TrainModule
+from phalanx.framework.core import registry
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.core.size_text import size_text
 from phalanx.framework.memory.available_memory import Memory, available_memory, host_memory
-from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks, footprint
+from phalanx.framework.memory.formulas import ModelSize, Ranks, footprint
 from phalanx.framework.memory.measure import (
     Activations,
     measure_with_fake_tensors,
@@ -29,11 +31,13 @@ from phalanx.framework.memory.measure import (
     size_of,
     without_data,
 )
-from phalanx.framework.memory.memory_plan import MemoryPlan, make_plan
+from phalanx.framework.memory.memory_plan import MemoryPlan, counted_layouts, make_plan
 from phalanx.framework.trainer import auto_strategy as planning
+from phalanx.strategies import DDPStrategy, MemoryLayout
 
 FP32, BF16 = resolve_precision("32-true"), resolve_precision("bf16-mixed")
 GB = 10**9
+LAYOUTS = counted_layouts()
 # Under ZeRO, reading parameter.grad gathers the gradient.
 OWN_GRAD: Any = Tensor.grad
 
@@ -378,7 +382,7 @@ def plan_of(device: int, host: int = GB, disk: int = GB, ranks: int = 2, **refus
     size = ModelSize(10_000_000, largest_block=1_000_000, largest_parameter=100_000)
     memory = Memory(device, host, disk, device_is_host=False)
     named = {name.replace("_", "-"): refusal for name, refusal in refusals.items()}
-    return make_plan(size, Ranks(ranks), FP32, "cuda", memory, Activations(1_000_000), named)
+    return make_plan(LAYOUTS, size, Ranks(ranks), FP32, "cuda", memory, Activations(1_000_000), named)
 
 
 def test_the_first_strategy_that_fits_is_chosen() -> None:
@@ -412,6 +416,21 @@ def test_a_plan_has_a_row_for_every_strategy_and_prints_as_a_table(monkeypatch: 
     assert all(f" {name} " in text for name in LAYOUTS)
     with refuses(ConfigurationError, "'zero4'", "'zero3'"):
         plan["zero4"]
+
+
+class SplitState(DDPStrategy):
+    name = "split-state"
+    memory_layout = MemoryLayout(splits_state=True)
+
+
+def test_a_strategy_of_another_package_has_a_row_by_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("split-state", f"{__name__}:SplitState", "phalanx.strategies")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    plan = silent_trainer(devices=2).plan(Net(16), words())
+    assert [row.name for row in plan] == [*LAYOUTS, "split-state"]
+    parts = plan["single"].needs.device, plan["split-state"].needs.device
+    assert parts[1].optimizer_state == -(-parts[0].optimizer_state // 2) > 0
+    assert parts[1].parameters == parts[0].parameters
 
 
 def test_given_activation_bytes_need_no_data() -> None:

@@ -12,12 +12,13 @@ from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.memory.available_memory import Memory, gpu_libraries
 from phalanx.framework.memory.communication import Transfer, communication
-from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks
+from phalanx.framework.memory.formulas import ModelSize, Ranks
 from phalanx.framework.memory.measure import Activations
-from phalanx.framework.memory.memory_plan import MemoryPlan, TrainingData, alternatives, make_plan
+from phalanx.framework.memory.memory_plan import MemoryPlan, TrainingData, alternatives, counted_layouts, make_plan
 
 FP32, BF16 = resolve_precision("32-true"), resolve_precision("bf16-mixed")
 N, MB = 1_000_000, 10**6
+LAYOUTS = counted_layouts()
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
 
@@ -103,7 +104,7 @@ def plan_on(ranks: int, megabytes: int, kept: int = 0, micro_batch: int | None =
     """Return a plan for a model of a million elements under Adam on devices of a memory."""
     memory = Memory(megabytes * MB, 10**12, 0, device_is_host=False)
     data = TrainingData(micro_batch)
-    return make_plan(ModelSize(N), Ranks(ranks), FP32, "cuda", memory, Activations(kept, 0), {}, data=data)
+    return make_plan(LAYOUTS, ModelSize(N), Ranks(ranks), FP32, "cuda", memory, Activations(kept, 0), {}, data=data)
 
 
 def test_changes_that_make_a_run_fit_are_enough_and_the_least() -> None:

@@ -61,6 +61,18 @@ def from_scratch(first: nn.Linear, second: nn.Linear) -> None:
     scratch[:] = array[:] = 9
 
 
+def from_memory_of_an_array(first: nn.Linear, second: nn.Linear) -> None:
+    scratch = torch.zeros(4)
+    array = scratch.numpy()
+    for number, layer in enumerate((first, second), 1):
+        scratch.fill_(number)
+        layer.bias.copy_(torch.from_numpy(array))
+        layer.weight[0].copy_(scratch)
+        layer.weight[1].copy_(scratch)
+        scratch.add_(1)
+        layer.weight[2].copy_(torch.from_numpy(array))
+
+
 def from_shared_memory(first: nn.Linear, second: nn.Linear) -> None:
     given = torch.ones(4, 4)
     first.weight.data = given
@@ -74,6 +86,7 @@ FILLS: dict[str, Callable[[nn.Linear, nn.Linear], Any]] = {
     "arange(out=)": lambda first, second: torch.arange(4.0, out=second.bias.data),
     "sparse_": lambda first, second: nn.init.sparse_(first.weight, 0.5, generator=torch.Generator().manual_seed(3)),
     **{fill.__name__: fill for fill in (resized, in_a_function, over_layers, from_generators, from_scratch)},
+    "from_memory_of_an_array": from_memory_of_an_array,
     "from_shared_memory": from_shared_memory,
 }
 
