@@ -23,7 +23,7 @@ to exchange.
     [R] read the control reduction, if not before; exchange and handle signals         ``ReducedTotals.close``
     [R] read the flags: every rank or none updates                                     ``StepFlags.read``
     unscale, check gradients, on_before_optimizer_step, clip, step                     ``Updater.bound``
-    weight averages, learning rates, counters                                          ``_update``
+    global_step, weight averages, learning rates, the counters of batches              ``_update``
     on_train_batch_end of the last micro-batch
 
 On one rank signals are handled after the step, in ``FitLoop._steps``.
@@ -108,7 +108,10 @@ class AutomaticStep(TrainingStep):
         self.last_batch: Any = None
 
     def __call__(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
-        """Run a window of micro-batches; return False at the end of the epoch, where no rank had one. Collective.
+        """Run a window of micro-batches; return False without a step. Collective.
+
+        There is none at the end of the epoch, where no rank has a micro-batch, and where all ranks have requested a
+        stop before it.
 
         Args:
             batches: this rank's micro-batches, fewer than ``size`` or none where its data has run out.

@@ -123,7 +123,7 @@ class LockstepFiller:
             backward(zero)
 
     def missing(self, first: Any, count: int, agreement: Agreement, window_size: int) -> int:
-        """Return the number of fillers that make this rank's window full, or as short as those of all others.
+        """Return the number of fillers that fill this rank's window; 0 if all ranks have the same number of batches.
 
         In the first window every rank calls it, and ranks without data receive a batch. After that it only computes,
         and ranks that have all micro-batches of the window do not call it.

@@ -254,8 +254,8 @@ class FitLoop:
                 run.update_plateaus()
             # After fetching, so that the watchdog does not count a wait for data as part of the step.
             begin_step()
-            # The step returns False where it has not run its window, for one of three reasons: no rank has a batch
-            # left, all ranks have requested a stop before it, or a hook has ended the epoch.
+            # The step returns False where it has not run its window: no rank has a batch left, all ranks have
+            # requested a stop before it, or, under manual optimization, a hook has ended the epoch.
             if window is None or not step(*window):
                 run.meter.drop_units()
                 if run.is_stopped:

@@ -34,7 +34,10 @@ class LocalTotals:
 
     def __init__(self) -> None:
         self.mean_weight = 1.0
-        """The window's weight, averaged over ranks. Each loss is multiplied by its own weight divided by this value."""
+        """The window's weight, averaged over ranks. Each loss is multiplied by its own weight divided by this value.
+
+        Until the reduction is read, the weight on this rank alone: it is the same where all micro-batches are assured.
+        """
 
     def open(self, first: Any, weights: Sequence[float], window_size: int) -> int:
         """Return the number of passes to run, 0 at the end of the epoch.
@@ -86,9 +89,11 @@ class ReducedTotals(LocalTotals):
     def open(self, first: Any, weights: Sequence[float], window_size: int) -> int:
         """Launch the reduction; return the number of passes to run, 0 if no rank has data, or to stop. Collective.
 
-        If the strategy or a layer requires lockstep, a rank with fewer batches than others gets a filler, a full pass
-        of weight 0, for each missing one. Otherwise only a rank without any batch gets one filler, which only takes
-        part in the reduction of gradients. Fillers follow the rank's own batches.
+        If the strategy or a layer requires lockstep, and the ranks have different numbers of batches, each rank fills
+        its window up to ``window_size`` with fillers, which are full passes of weight 0: for a window of 2, of which
+        rank 0 has 1 batch and rank 1 none, rank 0 gets 1 filler and rank 1 gets 2. Otherwise only a rank without any
+        batch gets one filler, which only takes part in the reduction of gradients. Fillers follow the rank's own
+        batches.
 
         Args:
             first: this rank's first micro-batch, or a filler.

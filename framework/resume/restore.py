@@ -1,4 +1,4 @@
-"""Restoring a run from a checkpoint: weights, optimizers, schedulers, scaler, callbacks and counters.
+"""Restoring a run from a checkpoint: weights, optimizers, schedulers, scaler and callbacks.
 
 First every rank compares the checkpoint with the live objects, and all ranks agree on the result. Only then is
 anything loaded: a mismatch on one rank would otherwise leave the ranks with different weights. ``assemble_fit`` lists
@@ -205,8 +205,8 @@ def restore_run(run: Run, plan: Resumption) -> None:
     run.metrics.restore_measured(state.get("measured", {}))
     for kind, values in state.get("shown", {}).items():
         run.metrics.values[kind].update(values)
-    # The user's hook runs after everything that it may read or change was restored; the counters were restored with the
-    # position in the data. Restored after it are the loggers, the metrics of the epoch, the state of loaders and the
+    # The user's hook runs after everything that it may read or change was restored; ``assemble_fit`` has restored
+    # the counters before. Restored after it are the loggers, the metrics of the epoch, the state of loaders and the
     # generators.
     run.call("on_load_checkpoint", UserEntries("on_load_checkpoint", state["user"]))
     _report_not_loaded(run, checkpoint, not_loaded)

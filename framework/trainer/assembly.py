@@ -78,7 +78,8 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
 
         choose the checkpoint and verify it (``claim_directory``); the seed; prepare_data and setup; the state of the
             data module
-        counters (``Progress``); the position in the data for this number of ranks (``restore_position``)
+        counters (``Progress``); the position in the data for this number of ranks, the data that are left out, the
+            size of micro-batches (``restore_position``)
         configure_model, device, configure_optimizers
         compare the checkpoint with module and optimizers on all ranks (``agree_on_resumption``); no weight was loaded
             so far, so that a module stays as it was if they do not match
