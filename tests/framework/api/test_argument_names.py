@@ -70,7 +70,8 @@ def refuses_by_name(call: Callable[..., object]) -> bool:
 OTHERS = """
 Accelerator.backward Accelerator.load_state Accelerator.print Accelerator.save_state Checkpoint CheckpointContents
 Difference Fabric.backward Fabric.call Fabric.launch Fabric.print Fabric.profile Inspection LambdaCallback Listed
-Routed Save SequencePart Shard Snapshot Split StepAdapter StepFlags Strategy Trainer.finish_saves Trainer.note
+MemoryLayout Routed Save SequencePart Shard Snapshot Split StepAdapter StepFlags Strategy Trainer.finish_saves
+Trainer.note
 Trainer.pause_lr_schedulers Trainer.prepare_saves Trainer.print Trainer.raise_trigger Trainer.record_step
 Trainer.report Trainer.request_save TrainerView Traits fingerprint has_nonfinite read_batch url_of
 """

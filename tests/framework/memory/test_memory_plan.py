@@ -528,7 +528,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "choosing-a-strategy.md"
 
 def documented(precision: str) -> dict[str, list[str]]:
     """Return the cells of the table for a precision, by the name of the strategy."""
-    table = PAGE.read_text().partition(f"In `{precision}`:")[2].partition("\n\n")[2].partition("\n\n")[0]
+    (table,) = re.findall(rf"`{precision}`[^\n]*\n\n(\| name \| device .*?)\n\n", PAGE.read_text(), re.DOTALL)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     return {row[0].strip("`"): row[1:] for row in rows}
 
