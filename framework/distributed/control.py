@@ -71,6 +71,10 @@ class Agreement(NamedTuple):
     """Whether every rank had raised a trigger before its window."""
     assures_next: bool = False
     """Whether every rank certainly has the micro-batches of another window of this size."""
+    has_one_size: bool = True
+    """Whether the windows of all ranks have the same size."""
+    mean_size: float = 0.0
+    """The mean over the ranks of the size of their windows."""
 
 
 class NameTable(Protocol):
@@ -138,6 +142,9 @@ class ControlVector(NamedTuple):
     """1 where this rank has raised a trigger."""
     assures_next: float
     """1 where this rank certainly has the micro-batches of another window of this size."""
+    window_size: float
+    """Micro-batches of a window on a rank that has data for all of them."""
+    window_size_squared: float
     step: float
     step_squared: float
     names: float
@@ -232,7 +239,7 @@ class Triggers:
 
     # ---- the control reduction ------------------------------------------------------------------------------------
 
-    def launch(self, step: int, weight: float, batches: int, assures_next: bool = False) -> bool:
+    def launch(self, step: int, weight: float, batches: int, assures_next: bool = False, window_size: int = 0) -> bool:
         """Start the control reduction of a window; return whether this rank has raised a trigger before. Collective.
 
         Args:
@@ -241,6 +248,7 @@ class Triggers:
             weight: the sum of the weights of this rank's micro-batches.
             batches: the number of this rank's micro-batches.
             assures_next: whether this rank certainly has the micro-batches of another window of this size.
+            window_size: the number of micro-batches in a window, which must be the same on every rank.
         """
         if self.posted:
             self._accept()
@@ -254,7 +262,7 @@ class Triggers:
         at, mark, own = step % _STEP_MODULUS, self.table.mark, pace.own
         numbers = ControlVector(
             weight, batches, batches * batches, batches > 0, bool(raised), assures_next,
-            at, at * at, mark, mark * mark, own, own * own,
+            window_size, window_size * window_size, at, at * at, mark, mark * mark, own, own * own,
         )  # fmt: skip
         self._step = step
         self._launched = self.world.control_reduce((*numbers, *self.tally.unsent())), raised
@@ -297,6 +305,8 @@ class Triggers:
             int(total.batches) // size if equal else None,
             total.has_raised == size,
             total.assures_next == size,
+            size * total.window_size_squared == total.window_size * total.window_size,
+            total.window_size / size,
         )
 
     def check_step(self, is_alone: bool = False) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.errors import DesyncError
+from ..core.wording import counted
 from ..data.accumulation_window import Windows
 from ..distributed.control import Agreement
 from ..run.run import Run
@@ -82,6 +83,8 @@ class ReducedTotals(LocalTotals):
         """Whether the weight of this window is known without its reduction: all its micro-batches are assured."""
         self._reads_late = False
         """Whether the reduction of this window is read after the last backward pass."""
+        self._window_size = 1
+        """Micro-batches of this window on a rank that has data for all of them."""
         self._agreement: Agreement | None = None
         """The result of the reduction of this window; None before it is read."""
         self._is_exchanged = False
@@ -112,8 +115,8 @@ class ReducedTotals(LocalTotals):
         self._next_assured = progress.epoch, progress.batch_in_epoch + 2 * window_size
         assures_next = self._windows is not None and self._windows.assures(2 * window_size)
         self.mean_weight = sum(weights)
-        has_raised = self._triggers.launch(progress.steps_reached, self.mean_weight, count, assures_next)
-        self._agreement, self._is_exchanged = None, False
+        has_raised = self._triggers.launch(progress.steps_reached, self.mean_weight, count, assures_next, window_size)
+        self._agreement, self._is_exchanged, self._window_size = None, False, window_size
         num_passes = count
         if has_raised and self._stops():
             return 0
@@ -183,13 +186,13 @@ class ReducedTotals(LocalTotals):
             # In how many of such steps a rank waits here.
             share = 0.0 if self._reads_late else 1 / _WAITS_EVERY if self._is_known else 1.0
             self._agreement = agreement = self._triggers.agreement(share)
-            weight = agreement.total_weight / self._size
             # The same condition on all ranks.
-            if self._reads_late and agreement.batches is None:
+            if not agreement.has_one_size:
                 raise DesyncError(
-                    f"this rank has run a window of {self.mean_weight:g} micro-batches where the mean of all ranks is "
-                    f"{weight:g}: every rank must use the same accumulate_grad_batches."
+                    f"this rank {self._run.world.rank} accumulates {counted(self._window_size, 'micro-batch')} for "
+                    f"an optimizer step, and the mean of all ranks is {agreement.mean_size:g}: every rank must use the "
+                    "same accumulate_grad_batches."
                 )
-            self.mean_weight = weight
+            self.mean_weight = agreement.total_weight / self._size
             self._assured = self._next_assured if agreement.assures_next else (-1, 0)
         return self._agreement

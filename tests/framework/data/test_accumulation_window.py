@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from messages import refuses
+from messages import refuses, says
 from models import silent_trainer, weights_of
 from ranks import run_on_ranks
 from small_fits import quiet_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import TrainModule
 from phalanx.callbacks import OnExceptionCheckpoint
 from phalanx.framework.core.accumulation import AccumulationSchedule
-from phalanx.framework.core.errors import DataError
+from phalanx.framework.core.errors import DataError, DesyncError
 from phalanx.framework.core.progress import Progress
 from phalanx.framework.data.accumulation_window import Windows
 from phalanx.framework.data.combined_source import prepare_training
@@ -242,3 +242,32 @@ def test_data_that_ends_within_a_window_is_an_error() -> None:
     rows = Rows(6, [], 4, StopIteration())
     with refuses(DataError, "train_dataloaders", "6 batches"):
         silent_trainer(max_epochs=1, accumulate_grad_batches=3).fit(Net([]), DataLoader(rows, batch_size=1))
+
+
+# ---- ranks that disagree -------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Tensor]):
+    """Rows whose number no rank knows before it has read them."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(Rows(48, []).rows)
+
+
+def with_sizes(knows_length: bool, sizes: dict[int, dict[int, int]]) -> tuple[str, int]:
+    """Fit with the schedule of this rank; return the error and the updates that were made."""
+    schedule = AccumulationSchedule(sizes[torch.distributed.get_rank()], "step")
+    trainer = silent_trainer(devices=2, max_epochs=1, accumulate_grad_batches=schedule)
+    data: Dataset[Tensor] = Rows(48, []) if knows_length else Stream()
+    with pytest.raises(DesyncError) as raised:
+        trainer.fit(Net([]), DataLoader(data, batch_size=2))
+    return str(raised.value), trainer.global_step
+
+
+# Where one rank knows its weight before the others do, the error of another ends that process, which ends this one.
+@pytest.mark.parametrize(("knows_length", "from_step"), [(True, 0), (False, 0), (False, 3), (False, 6)])
+def test_ranks_with_windows_of_different_sizes_are_refused(knows_length: bool, from_step: int) -> None:
+    sizes = {0: {0: 1}, 1: {0: 1, from_step: 2}}
+    for message, updates in run_on_ranks(2, with_sizes, knows_length, sizes):
+        says(message, "accumulate_grad_batches", "1.5")
+        assert updates == from_step
