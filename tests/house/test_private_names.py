@@ -11,6 +11,7 @@ from test_style import imported
 
 # Names that modules of torch keep private, by the modules of phalanx that use them.
 OF_MODULES = {
+    "torch._amp_foreach_non_finite_check_and_unscale_": ["framework.checkpoint.finite_check"],
     "torch._C._distributed_c10d": ["framework.core.torch_groups"],
     "torch._subclasses": ["framework.core.torch_internals"],
     "torch.autograd.Variable._execution_engine": ["framework.loop.manual_optimizer"],
