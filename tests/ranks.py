@@ -220,7 +220,7 @@ class _Pool:
         for rank in ranks:
             with contextlib.suppress(OSError):
                 self.processes[rank].send_signal(signal.SIGUSR1)
-        until = time.monotonic() + NOTICE_SECONDS
+        until = time.monotonic() + NOTICE_SECONDS * _MOST_SLOWNESS
         before = sizes
         while time.monotonic() < until:
             time.sleep(0.2)
