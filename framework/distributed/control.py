@@ -326,16 +326,11 @@ class Triggers:
         """Run the exchanges that follow from the result of ``agreement``, of triggers among others. Collective.
 
         Every rank calls it at the same point in relation to all other collectives, those of passes included.
-
-        Raises:
-            DesyncError: the ranks are not at the same optimizer step, as ``check_step`` finds before.
         """
         assert self._launched is not None
         assert self._read is not None
         raised, total, size = self._launched[1], self._read, self.world.size
         self._launched = self._read = None
-        if size * total.step_squared != total.step * total.step:
-            raise self._out_of_step(total.step / size)
         if total.has_raised:
             self._fire(raised)
         if self._kept:

@@ -12,8 +12,7 @@ from ..core.errors import ConfigurationError
 from ..core.torch_groups import set_groups_aside
 from .rendezvous import is_initialized
 
-ASIDE: list[None] = []
-"""One item for each context of ``groups_aside`` that this process is in."""
+_aside: list[None] = []
 
 
 def is_rehearsed() -> bool:
@@ -27,7 +26,7 @@ def refuse_aside() -> None:
     Raises:
         ConfigurationError: the other ranks are elsewhere, so this one would wait for them, or mix up their collectives.
     """
-    if ASIDE:
+    if _aside:
         raise ConfigurationError("A step that is rehearsed cannot communicate with ranks that are there.")
 
 
@@ -40,6 +39,6 @@ def groups_aside() -> Iterator[None]:
     with ExitStack() as patches:
         if dist.is_available():
             set_groups_aside(patches)
-        ASIDE.append(None)
-        patches.callback(ASIDE.pop)
+        _aside.append(None)
+        patches.callback(_aside.pop)
         yield

@@ -228,10 +228,7 @@ class Posted:
         board, number, count, own = self._board, self._number, self._count, self._own
         rows: list[Sequence[float]] = []
         for index in range(board.columns):
-            if own is not None and index == board.index:
-                rows.append(own)
-            else:
-                rows.append(board.look(index, number, count) or board.wait(index, number, count))
+            rows.append(own if own is not None and index == board.index else board.wait(index, number, count))
         return list(map(sum, zip(*rows, strict=True)))
 
     def is_completed(self) -> bool:

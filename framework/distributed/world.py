@@ -22,7 +22,7 @@ from ..system.environment import environment_placement, own_records, variables_s
 from ..system.launcher_env import Placement
 from .backends import group_backend
 from .devices import share_cores, take_device
-from .groups_aside import ASIDE, is_rehearsed, refuse_aside
+from .groups_aside import is_rehearsed, refuse_aside
 from .node_board import share_board
 from .object_frames import FrameSize, all_gather_object, broadcast_object, gather_object
 from .rank_zero import set_rank_zero_functions
@@ -258,8 +258,7 @@ class World:
         """Start summing each of some numbers over all ranks, in float64; ``wait`` returns the sums. Collective."""
         if self.is_alone:
             return _Known([self.size * number for number in numbers])
-        if ASIDE:
-            refuse_aside()
+        refuse_aside()
         if not self._control:
             self._join_control()
         if self._board and len(numbers) <= CAPACITY:

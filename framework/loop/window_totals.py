@@ -162,6 +162,7 @@ class ReducedTotals(LocalTotals):
         if not self._is_exchanged:
             if self._reads_late:
                 self._read()
+                self._triggers.check_step(is_alone=True)
             self._triggers.exchange()
         self._is_exchanged = True
         if self._triggers.fired:

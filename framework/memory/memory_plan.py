@@ -44,7 +44,7 @@ class PlanRow:
     traffic: tuple[Traffic, ...] = ()
     """The collectives of a step that was rehearsed."""
     layout: MemoryLayout | None = None
-    """What the formulas count; None for a strategy that they do not know."""
+    """The layout of the state, for which there are formulas; None if there are none for this strategy."""
 
     @property
     def fits(self) -> bool:

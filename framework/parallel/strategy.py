@@ -215,7 +215,8 @@ class Strategy(NamesArguments, ABC):
     name: str
     traits: Traits = Traits()
     memory_layout: MemoryLayout | None = None
-    """What the memory plan counts; None: it has no row for this strategy, or the row of a step that was rehearsed."""
+    """How the state is split over ranks, from which the memory plan estimates memory. If it is None, the plan has a row
+    for this strategy only after it has rehearsed a step."""
     libraries: tuple[str, ...] = ("torch._dynamo",)
     """Modules that every rank imports before its first step; importing them must not initialize an accelerator. The
     ranks of a script are forked from a process that has imported them, unless one of them does initialize one. Any

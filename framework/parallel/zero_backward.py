@@ -155,9 +155,9 @@ def _tensors_in(data: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 CARRIES_OTHERS = "carries_gradients_of_other_ranks"
-"""What an ``autograd.Function`` sets in its context if its backward pass brings along gradients of other ranks' losses.
+"""The name of an attribute of nodes in the graph of a loss: their backward passes return gradients of other ranks, too.
 
-The context is the node of the graph.
+An ``autograd.Function`` sets the attribute on its ``ctx``.
 """
 
 

@@ -1,7 +1,7 @@
 """Per-rank state of a checkpoint: random generators, the epoch's metrics so far, the state of a stateful loader.
 
-The position in the data is the same on all ranks, and is part of the common document: see
-``place_of`` in ``capture.py``.
+The position in the data is the same on all ranks, and is part of the common document: see ``place_of`` in
+``capture.py``.
 
 With the same number of ranks each rank restores its own state. With another number the metric states of all ranks are
 distributed over the new ranks such that their sums stay the same; generators are seeded from the position of the run.

@@ -110,7 +110,7 @@ _PUBLIC = {"_fields", "_getframe", "_is_in_bad_fork", "_metadata"}
 _DOCUMENTED = ("torch._foreach_", "torch.ops.", "torch.nn.Module().", "torch._C.DisableTorchFunctionSubclass")
 
 
-_OPERATORS = ("_amp_foreach_", "_foreach_", "_scaled_", "_grouped_mm", "_local_scalar_dense")
+_OPERATORS = ("_foreach_", "_scaled_", "_grouped_mm", "_local_scalar_dense")
 _BY_STRING = ("getattr", "hasattr", "setattr", "delattr", "patch")
 
 
