@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 _QUIET = 0.1
 """Seconds without a change after which gloo's threads are assumed to hold no tensor of a collective that returned."""
+_LARGE = 1 << 16
 
 
 class LiveMemory(TorchDispatchMode):
@@ -35,13 +36,15 @@ class LiveMemory(TorchDispatchMode):
         self._numbers = 0
         self._start = 0
         self._is_on = True
+        self._messages: list[weakref.ref[Any]] = []
+        """Storages that were first seen in a collective, such as the bytes of an object: no operation has made them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
         if self._is_on:
             for each in tree_leaves(returned):
                 if isinstance(each, Tensor):
-                    self._add(each._local_tensor if isinstance(each, DTensor) else each)
+                    self._add(each._local_tensor if isinstance(each, DTensor) else each, func.namespace == "c10d")
             self._update()
         return returned
 
@@ -78,16 +81,29 @@ class LiveMemory(TorchDispatchMode):
         """The most bytes at one time of tensors that are freed before the end."""
         return _highest(change for number, change in self._changes if not self._sizes.get(number))
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add(self, tensor: Tensor, is_message: bool) -> None:
         if tensor.device.type != "cpu" or type(tensor) not in (Tensor, torch.nn.Parameter):
             return
         storage = tensor.untyped_storage()
         known = self._storages.get(storage._cdata)
         if known is None or known[1]() is None:
+            if is_message:
+                self._messages.append(weakref.ref(storage))
+            elif storage.nbytes() >= _LARGE:
+                self._await_release()
+                known = self._storages.get(storage._cdata)
             if known is not None:
                 self._resize(known[0], 0)
             self._numbers += 1
             self._storages[storage._cdata] = (self._numbers, weakref.ref(storage))
+
+    def _await_release(self) -> None:
+        """Wait until gloo's threads have released messages, which would count beside the next tensor by chance."""
+        until = time.monotonic() + _QUIET
+        while any(each() is not None for each in self._messages) and time.monotonic() < until:
+            time.sleep(0.001)
+        self._messages.clear()
+        self._update()
 
     def _update(self) -> None:
         for address, (number, reference) in list(self._storages.items()):
