@@ -24,6 +24,8 @@ class GradientAccumulationScheduler(Callback):
         ConfigurationError: The dict is empty, an epoch is below 0, or a factor is below 1.
     """
 
+    collective = True
+
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not isinstance(scheduling, dict) or not scheduling:
             raise ConfigurationError(

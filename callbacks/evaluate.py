@@ -69,6 +69,8 @@ class Evaluate(Callback):
         Trainer(callbacks=[Evaluate(share_of_sevens, every=500), saver])
     """
 
+    collective = True
+
     def __init__(
         self, tasks: Tasks, every: int | str | None = None, aside: bool = False, device: str | None = None
     ) -> None:

@@ -37,6 +37,8 @@ class BaseFinetuning(Callback):
         ConfigurationError: At the start of a fit; the strategy cannot unfreeze parameters after set-up.
     """
 
+    collective = True
+
     _tuned_epoch: int | None = None
     """The last epoch for which ``finetune_function`` was called."""
     _frozen: tuple[list[str], list[str]] | None = None

@@ -33,6 +33,8 @@ class GradientNormMonitor(Callback):
         ConfigurationError: The order is not a positive number, or ``every`` is not an interval.
     """
 
+    collective = True
+
     def __init__(self, norm_type: float = 2.0, every: str | int | None = None) -> None:
         if isinstance(norm_type, bool) or not isinstance(norm_type, (int, float)) or not norm_type > 0:
             raise ConfigurationError(

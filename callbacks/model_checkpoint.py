@@ -135,6 +135,7 @@ class ModelCheckpoint(Callback):
     a killed run has left."""
 
     monitors = True
+    collective = True
     runs_last = True
 
     def __init__(

@@ -51,6 +51,8 @@ class WeightAveraging(Callback):
         ConfigurationError: Both functions are given, or an argument has an invalid type or value.
     """
 
+    collective = True
+
     def __init__(
         self,
         device: torch.device | str | int | None = None,

@@ -35,6 +35,8 @@ class Callback(NamesArguments):
 
     monitors: bool = False
     runs_last: bool = False
+    collective: bool = False
+    """Whether all ranks must have this callback: its hooks call collectives, or change the training."""
     counted_intervals: Sequence[Interval] = ()
     """The intervals at which this callback acts, so that the run counts their tokens or samples."""
     _module: TrainModule | None = None

@@ -1,8 +1,10 @@
-"""Checks of the module, its hooks and the data before any process starts."""
+"""Checks of the module, its hooks and the data before any process starts, and of the ranks before a stage."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,16 +20,19 @@ from ..parallel.strategy import Strategy
 from ..parallel.strategy_checks import check_algorithm, check_placed
 from ..run.overrides import is_overridden, unit_of, with_arity
 from ..system.environment import num_ranks_may_change
-from .data_sources import check_given
+from .data_sources import ARGUMENTS, check_given
 from .hook_names import check_data_module_names, check_module_names
 from .script_ranks import finds_by_restarts
+from .settings import OF_ONE_RANK, TrainerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ..api.callback import Callback
     from .resolved_settings import Settings
+    from .session import Session, StageRequest
 
+_COMPARABLE = (str, int, float, timedelta, dict, list, tuple)
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
@@ -75,6 +80,42 @@ def check_fit(
     )
     if is_overridden("validation_step", module):
         check_given("validate", given, module, datamodule, resources.data_size, shard, required=False)
+
+
+def check_ranks(session: Session, stage: str, request: StageRequest) -> None:
+    """Refuse ranks that call different stages, or with other arguments: they would wait for one another. Collective.
+
+    Raises:
+        ConfigurationError: on all ranks; the message names the first difference between rank 0 and another one.
+    """
+    world = session.fabric.world
+    if world.size == 1:
+        return
+    given = {each.name: getattr(session.settings.given, each.name) for each in fields(TrainerSettings)}
+    # Objects of a user, which may neither compare nor have a text, are compared by their types.
+    common = {
+        name: repr(value) if isinstance(value, _COMPARABLE) else _kind(value)
+        for name, value in given.items()
+        if name not in OF_ONE_RANK
+    }
+    common["callbacks"] = str([callback.state_key for callback in session.callbacks if callback.collective])
+    calls = [
+        f"Trainer.{stage}(...)",
+        *(f"Trainer({name}={text})" for name, text in common.items()),
+        *(f"{stage}({ARGUMENTS[each]}={_kind(loaders)})" for each, loaders in request.given.items()),
+    ]
+    first, *others = world.all_gather_object(calls)
+    for rank, theirs in enumerate(others, start=1):
+        for own, other in zip(first, theirs, strict=False):
+            if own != other:
+                raise ConfigurationError(
+                    f"{own} on rank 0 and {other} on rank {rank}: ranks wait for one another in every step, so each "
+                    "must make the same calls with the same arguments. Look for a condition on the rank."
+                )
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
 
 
 def check_units(module: Any, settings: Settings, callbacks: Sequence[Callback]) -> None:

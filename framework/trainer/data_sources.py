@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..distributed.world import World
     from .resolved_settings import Settings
 
-_ARGUMENTS = {
+ARGUMENTS = {
     "train": "train_dataloaders",
     "validate": "val_dataloaders",
     "test": "dataloaders",
@@ -110,7 +110,7 @@ class Data:
             size=self.world.data_size,
             seed=self.seed,
             shard=self.shard,
-            name=_ARGUMENTS[stage],
+            name=ARGUMENTS[stage],
         )
 
     def agreed_length(self, source: TrainingSource, position: dict[str, Any] | None) -> int | None:
@@ -136,7 +136,7 @@ def check_given(
         ConfigurationError: a loader is invalid or missing.
     """
     # The argument val_dataloaders of fit is named dataloaders in validate.
-    name = _ARGUMENTS[stage] if stage == "train" or not required else "dataloaders"
+    name = ARGUMENTS[stage] if stage == "train" or not required else "dataloaders"
     loaders = given.get(stage)
     if loaders is not None:
         options: dict[str, Any] = {"rank": 0, "size": size, "seed": 0, "shard": shard, "name": name}

@@ -47,6 +47,15 @@ T = TypeVar("T")
 
 REWIND = "rewind"
 """The value of ``nonfinite`` with which a fit goes back."""
+OF_ONE_RANK = frozenset(
+    {
+        "accelerator", "benchmark", "callbacks", "default_root_dir", "device_peak_flops", "devices",
+        "enable_autolog_hparams", "enable_model_summary", "enable_progress_bar", "enable_report", "inference_mode",
+        "logger", "max_restarts", "notify", "preemption_notices", "preemption_signals", "profiler", "requeue",
+        "stall_timeout", "time_limit_margin", "verbose",
+    }
+)  # fmt: skip
+"""The arguments that may differ between the ranks of a run. All others decide which collectives a rank calls."""
 
 
 def _quoted(names: Iterable[str]) -> str:

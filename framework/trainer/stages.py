@@ -48,6 +48,7 @@ from . import (
     outcome,
     start_lines,
 )
+from .checks import check_ranks
 from .hints import add_hints
 from .run_record import start_recording
 from .script_ranks import note_exhausted
@@ -90,6 +91,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
     unguard(request.module)
     with watched(session.heartbeat, place, session.settings.stall_limits, session.end_stalled):
         try:
+            check_ranks(session, stage, request)
             yield
             session.heartbeat.enter("teardown")
             session.state.status = "finished"
