@@ -14,32 +14,30 @@ from ..framework.core.wording import counted
 from ..framework.report.values import span_text
 
 AUTO = "auto"
-
-
 # 16,384 GPUs had 419 unexpected interruptions in 54 days: "The Llama 3 Herd of Models" (2024), section 3.3.4.
-_HOURS_PER_FAILURE = 50_000
+_RANK_HOURS_PER_FAILURE = 50_000
 _FIRST_SECONDS, _LEAST_SECONDS, _MOST_SECONDS = 300.0, 30.0, 3600.0
 # A tenth of the time at most is spent on saves.
-_LEAST_SAVES = 10.0
+_LEAST_INTERVAL_IN_SAVES = 10.0
 
 
 def best_interval(save_seconds: float, failure_seconds: float) -> float:
     """Return the seconds between saves after which the least time is lost to saves and failures.
 
     Young's formula, ``sqrt(2 * save * failure)``: J. W. Young, "A first order approximation to the optimum checkpoint
-    interval" (1974). It is at least 30 s and ten saves, and at most an hour.
+    interval" (1974). It is at least 30 s and at most an hour, but never less than ten times a save.
 
     Args:
         save_seconds: how long training waits for one save.
         failure_seconds: the mean time between two failures.
     """
     found = math.sqrt(2.0 * save_seconds * failure_seconds)
-    return max(min(found, _MOST_SECONDS), _LEAST_SECONDS, _LEAST_SAVES * save_seconds)
+    return max(min(found, _MOST_SECONDS), _LEAST_SECONDS, _LEAST_INTERVAL_IN_SAVES * save_seconds)
 
 
 def _assumed(ranks: int) -> tuple[float, str]:
     """Return the mean seconds between two failures of a run that has not failed, and a text that says so."""
-    seconds = _HOURS_PER_FAILURE * 3600.0 / ranks
+    seconds = _RANK_HOURS_PER_FAILURE * 3600.0 / ranks
     return seconds, f"one failure in {span_text(seconds, 1)} is assumed for {counted(ranks, 'rank')}"
 
 
@@ -47,6 +45,9 @@ class SaveSchedule:
     """A schedule with one rule; every epoch if no rule is given.
 
     Args:
+        every_n_train_steps: optimizer steps between two saves; 0 for never.
+        every_n_epochs: epochs between two saves; 0 for never.
+        train_time_interval: the time between two saves.
         every: an interval of any unit, or ``"auto"`` for an interval of time that follows from the seconds of a save
             and the failures of the run.
 
@@ -73,9 +74,7 @@ class SaveSchedule:
                 "one another; give one of them, or use several ModelCheckpoints."
             )
         self.is_auto = every == AUTO
-        self.has_changed = False
-        """Whether the newest call of ``adapt`` chose another interval than the one before."""
-        self._said = math.inf
+        self._reported_seconds = math.inf
         self.units: Interval | None = None
         """The tokens or samples between two saves; None for another rule."""
         if self.is_auto:
@@ -89,15 +88,19 @@ class SaveSchedule:
             every_n_train_steps, every_n_epochs = found.number_of("steps"), found.number_of("epochs")
             train_time_interval = found.time
             if found.unit in COUNTED:
-                self.units, every_n_epochs = found, 0
-        unruled = every_n_train_steps is None and every_n_epochs is None and train_time_interval is None
+                self.units = found
+        rules = (every_n_train_steps, every_n_epochs, train_time_interval, self.units)
+        unruled = all(rule is None for rule in rules)
         self.steps = every_n_train_steps or 0
         self.epochs = 1 if unruled else every_n_epochs or 0
         self.interval = train_time_interval
         self.restart_clock()
 
-    def adapt(self, save_seconds: float, failures: int, seconds: float, ranks: int) -> str:
+    def adapt(self, save_seconds: float, failures: int, seconds: float, ranks: int) -> str | None:
         """Choose the interval of ``"auto"``; return a sentence that says what it is, and why.
+
+        None: it is between half and twice the one that was reported last, as a save takes a little longer or shorter
+        each time.
 
         Args:
             save_seconds: how long training waited for the newest save.
@@ -110,13 +113,12 @@ class SaveSchedule:
             why = f"this run has failed {counted(failures, 'time')} in {span_text(seconds)}"
         else:
             expected, why = _assumed(ranks)
-        seconds_before = self._said
-        self.interval = timedelta(seconds=best_interval(save_seconds, expected))
-        # A save takes a little longer or shorter each time.
-        self.has_changed = not 0.5 < self.interval.total_seconds() / seconds_before < 2.0
-        if self.has_changed:
-            self._said = self.interval.total_seconds()
-        every = span_text(self.interval.total_seconds())
+        found = best_interval(save_seconds, expected)
+        self.interval = timedelta(seconds=found)
+        if 0.5 < found / self._reported_seconds < 2.0:
+            return None
+        self._reported_seconds = found
+        every = span_text(found)
         return f"Checkpoints are saved every {every}: a save takes {span_text(save_seconds)}, and {why}."
 
     def prospect(self, ranks: int) -> str | None:
@@ -137,14 +139,14 @@ class SaveSchedule:
 
     @property
     def identity(self) -> float | str | None:
-        """The interval of time that was given, which does not change."""
+        """The rule of time in ``ModelCheckpoint.state_key``: the given seconds, ``"auto"``, or None."""
         if self.is_auto:
             return AUTO
         return None if self.interval is None else self.interval.total_seconds()
 
     @property
     def saves(self) -> bool:
-        """Whether a save may be due at all: no interval is 0 for never."""
+        """Whether a save may be due at all: False if the interval is 0, for never."""
         return bool(self.steps or self.epochs) or self.interval is not None or self.units is not None
 
     def step_is_due(self, step: int) -> bool:
@@ -175,12 +177,12 @@ class SavePlan:
     score: float | None = None
     """The value of the metric that ranks the checkpoint; None without a metric."""
     counts: bool = False
-    """Whether a due checkpoint is saved now, with all the metrics that it needs."""
+    """Whether this is a save of the schedule, which ``keep_every_nth`` counts."""
     missing: str | None = None
     """A sentence that names the metric that is not known yet; files that need it are saved later."""
     waits: bool = False
     """Whether that metric has a value of earlier weights: the next validation gives the one of these."""
-    since: float | None = None
+    saved_at: float | None = None
     """The time of a save whose score an evaluation aside will give, in seconds since 1970; None for other saves."""
     arrived: dict[str, float] = field(default_factory=dict)
     """The scores of earlier checkpoints that have become known, by path."""

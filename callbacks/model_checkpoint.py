@@ -399,7 +399,7 @@ class ModelCheckpoint(Callback):
         if self._ranks_later:
             accepted = self._kept.best.k != 0 or self._kept.accepts(None)
             path = names.free(self.dirpath, metrics, "") if accepted else ""
-            return SavePlan(last, path, counts=True, since=time.time(), arrived=self._arrived(trainer))
+            return SavePlan(last, path, counts=True, saved_at=time.time(), arrived=self._arrived(trainer))
         if self.monitor in trainer.outdated_metrics:
             return SavePlan(last, missing=f"{self.monitor!r} was measured at earlier weights.", waits=True)
         score = float(metrics[self.monitor]) if self.monitor is not None else None
@@ -568,8 +568,7 @@ class ModelCheckpoint(Callback):
 
     def _adapt(self, trainer: TrainerView, save_seconds: float) -> None:
         """Choose the time until the next save, and say so if it is another one."""
-        sentence = self._schedule.adapt(save_seconds, *self._failures, trainer.world_size)
-        if self._schedule.has_changed:
+        if sentence := self._schedule.adapt(save_seconds, *self._failures, trainer.world_size):
             trainer.note(sentence)
 
     def _record(self, plan: SavePlan, step: int) -> None:
@@ -584,8 +583,8 @@ class ModelCheckpoint(Callback):
         if plan.path:
             self._newest = plan.path
             self._kept.add(plan.path, plan.score)
-            if plan.since is not None and self.save_top_k != 0:
-                self._kept.wait(plan.path, step, plan.since)
+            if plan.saved_at is not None and self.save_top_k != 0:
+                self._kept.wait(plan.path, step, plan.saved_at)
 
     def _finished(
         self, trainer: TrainerView, plan: SavePlan, before: dict[str, Any], error: PhalanxError | None

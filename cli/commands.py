@@ -9,6 +9,7 @@ from typing import Any
 from .command_parser import add_command
 
 CHECK_FAILED = 69
+"""``EX_UNAVAILABLE`` of sysexits.h."""
 KINDS = {
     "classifier": "a classifier of handwritten digits",
     "lm": "a transformer on the source of Python's standard library",
@@ -248,9 +249,9 @@ def _plan(commands: Any) -> None:
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of a node, such as 1TB (default: this machine)")
     parser.add_argument("--strategy", metavar="NAME", help="plan this strategy (default: that of the script)")
     parser.add_argument("--parallel", metavar="DEGREES", help="ranks along each axis, such as tp=2,cp=2")
-    parser.add_argument("--rehearse", action="store_true", help="run a step without data, also without --parallel")
+    parser.add_argument("--rehearse", action="store_true", help="measure a step without data (default with --parallel)")
     parser.add_argument("target", metavar="TARGET", help="a script with its arguments, or MODULE:CLASS")
-    parser.add_argument("arguments", metavar="...", nargs="...", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 # ---- look -----------------------------------------------------------------------------------------------------------
@@ -407,7 +408,7 @@ def _convert(verbs: Any) -> None:
     add("--module", metavar="MODULE:CLASS", help="the module's class, where names are not certain")
     add("--prefix", default="", help="prefix to add to the names of weights, such as net.")
     add("--leave-out", metavar="CLASS", action="append", default=[], help="a class whose objects are left out")
-    add("--trust", action="store_true", help="unpickle all they name: it can run any code")
+    add("--trust", action="store_true", help="unpickle every class that the file names: can run any code")
 
 
 def _rewind(commands: Any) -> None:

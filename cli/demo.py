@@ -1,4 +1,4 @@
-"""``phalanx demo``: train the model of ``phalanx new lm``, made small, on data that every machine has."""
+"""``phalanx demo``: train the model of ``phalanx new lm``, made small, on the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _EPOCHS, _STEPS_PER_EPOCH = 5, 20
 
 
 def run_demo(given: argparse.Namespace) -> int:
-    """Train for a few seconds; the summary at the end names the report and the command for the curves."""
-    # A project's script finds its own modules in the same way.
+    """Train for a few seconds; return the exit code. The summary names the report and the command for the curves."""
+    # As Python does for a script, so that it finds its own modules.
     sys.path.insert(0, str(TEMPLATES / "lm"))
     project = import_module("train")
     seed_everything(0)

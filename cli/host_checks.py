@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
 
 from ..framework.core.errors import ConfigurationError
 from .machine_checks import Check, ToolError, output_of
@@ -38,7 +37,8 @@ print(json.dumps({{"time": time.time(), "versions": {{"python": platform.python_
 class Answer:
     """The answer of a host, or the reason why there is none."""
 
-    found: dict[str, Any] | None = None
+    versions: dict[str, str | None] | None = None
+    """Of Python and the packages that matter; None without an answer."""
     seconds: float = 0.0
     """The duration of the connection and of the program."""
     offset: float = 0.0
@@ -61,27 +61,28 @@ def parse_hosts(text: str) -> list[str]:
 
 def check_hosts(hosts: Sequence[str]) -> Iterator[Check]:
     """Check that hosts can be reached without a password, that their clocks agree, and their versions."""
-    own = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
     if not hosts:
         return
+    own = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
     with ThreadPoolExecutor(min(len(hosts), _MOST_AT_ONCE)) as pool:
         for host, answer in zip(hosts, pool.map(_ask, hosts), strict=True):
             yield from _checks(host, answer, own)
 
 
 def _checks(host: str, answer: Answer, own: dict[str, str | None]) -> Iterator[Check]:
-    if answer.found is None:
+    if answer.versions is None:
         yield Check("hosts", host, False, answer.reason, f"make this work without a password: ssh {host} true")
         return
     yield Check("hosts", host, True, f"answers in {answer.seconds:.1f} s")
-    apart = abs(answer.offset) - answer.seconds / 2
+    # The part that the delay of the answer cannot explain.
+    least_offset = abs(answer.offset) - answer.seconds / 2
     direction = "ahead" if answer.offset > 0 else "behind"
-    clock = f"{abs(answer.offset):.1f} s {direction}" if apart > 0 else f"equal within {answer.seconds / 2:.1f} s"
-    yield Check("hosts", f"{host} clock", apart <= _MOST_CLOCK_SECONDS, clock, "synchronize it, as chrony does")
-    versions = answer.found["versions"]
-    differing = [
-        f"{name} {versions.get(name)} and {mine} here" for name, mine in own.items() if versions.get(name) != mine
-    ]
+    clock = (
+        f"{abs(answer.offset):.1f} s {direction}" if least_offset > 0 else f"equal within {answer.seconds / 2:.1f} s"
+    )
+    yield Check("hosts", f"{host} clock", least_offset <= _MOST_CLOCK_SECONDS, clock, "synchronize it, as chrony does")
+    theirs = answer.versions
+    differing = [f"{name} {theirs.get(name)} and {mine} here" for name, mine in own.items() if theirs.get(name) != mine]
     shown = "; ".join(differing) or ", ".join(f"{name} {mine}" for name, mine in own.items() if mine)
     yield Check("hosts", f"{host} versions", not differing, shown, "install the same versions on all hosts")
 
@@ -96,11 +97,12 @@ def _ask(host: str) -> Answer:
         # The host may print a greeting above the answer, and ssh warnings above its error.
         found = json.loads(output_of(["ssh", *options, host, shell], _ANSWER_SECONDS).strip().splitlines()[-1])
         offset = float(found["time"]) - (began + time.time()) / 2
+        versions = dict(found["versions"])
     except ToolError as error:
         return Answer(reason=str(error).splitlines()[-1])
     except (ValueError, IndexError, KeyError) as error:
         return Answer(reason=f"no usable answer: {type(error).__name__}: {error}")
-    return Answer(found, time.time() - began, offset)
+    return Answer(versions, time.time() - began, offset)
 
 
 def _version(package: str) -> str | None:

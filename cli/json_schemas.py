@@ -1,6 +1,7 @@
 """The JSON that commands print with ``--json``, as JSON Schemas: ``phalanx schema COMMAND`` prints one.
 
 Keys may be added to what a command prints; a key that is removed, or means something else, changes ``schema``.
+``checkpoint list`` prints a plain list without it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from .terminal_text import say, say_json
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def _of(given: Any) -> dict[str, Any]:
+def _expanded(given: Any) -> dict[str, Any]:
     """Return the schema of a short form.
 
     A text is the name of a type, or of several as in ``"string|null"``; an integer is that number; a list with one item
-    is an array of it; a dict is an object with all these keys.
+    is an array of it; a tuple is any of its items; a dict is an object with all these keys; ``"any"`` is anything.
     """
     if isinstance(given, str):
         names = given.split("|")
@@ -26,15 +27,17 @@ def _of(given: Any) -> dict[str, Any]:
     if isinstance(given, int):
         return {"const": given}
     if isinstance(given, list):
-        return {"type": "array", "items": _of(given[0])}
+        return {"type": "array", "items": _expanded(given[0])}
     if isinstance(given, tuple):
-        return {"anyOf": [_of(each) for each in given]}
-    keys = {name: _of(value) for name, value in given.items()}
+        return {"anyOf": [_expanded(each) for each in given]}
+    keys = {name: _expanded(value) for name, value in given.items()}
     return {"type": "object", "properties": keys, "required": [*keys]}
 
 
+# Each may be null.
 _WHOLE, _NUMBER, _TEXT, _FLAG, _OBJECT = "integer|null", "number|null", "string|null", "boolean|null", "object|null"
 _WHY = {"sentence": "string", "step": _WHOLE, "lost_steps": _WHOLE, "lost": _TEXT, "resume": _TEXT}
+# By name: the values of both runs.
 _PAIRS = "object"
 _CHECKPOINT = {
     "path": "string", "status": "string", "kind": _TEXT, "step": _WHOLE, "epoch": _WHOLE, "metric": "array|null",
@@ -144,9 +147,12 @@ SCHEMAS: dict[str, Any] = {
     "rewind": {**_WRITTEN, "resume": _TEXT},
     "clean": {"schema": 1, "dry_run": "boolean", "deleted": ["object"], "left": ["string"]},
     "migrate": {"schema": 1, "written": "boolean", "files": ["object"]},
-    "launch": {"submit": "any", "submitted": "boolean", "answer": _TEXT},
+    "launch": {
+        "schema": 1, "platform": "string", "name": "string", "file": _TEXT, "text": "string", "submit": "any",
+        "submitted": "boolean", "answer": _TEXT,
+    },
 }  # fmt: skip
-"""The schema of each command in a short form, see ``_of``."""
+"""The schema of each command in a short form, see ``_expanded``."""
 
 
 def schema_of(command: str) -> dict[str, Any]:
@@ -160,7 +166,7 @@ def schema_of(command: str) -> dict[str, Any]:
     """
     if command not in SCHEMAS:
         raise unknown("command", command, SCHEMAS)
-    return {"$schema": _DRAFT, "title": f"phalanx {command} --json", **_of(SCHEMAS[command])}
+    return {"$schema": _DRAFT, "title": f"phalanx {command} --json", **_expanded(SCHEMAS[command])}
 
 
 def show_schema(given: argparse.Namespace) -> int:

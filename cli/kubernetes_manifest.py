@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from ..framework.core.errors import Preempted
 from ..framework.launch.restart_policy import FINAL
+from ..framework.metrics.hparams_text import is_plain_yaml
 from .job import LAUNCHER, Job
 
-_GROUP = "trainer.kubeflow.org"
+_API_GROUP = "trainer.kubeflow.org"
 # The name of the container and the label by which Kubeflow Trainer finds the job that trains.
 _NODE = "node"
-_TRAINER_LABELS = {f"{_GROUP}/trainjob-ancestor-step": "trainer"}
+_TRAINER_LABELS = {f"{_API_GROUP}/trainjob-ancestor-step": "trainer"}
 # Kubernetes replaces these variables, which Kubeflow Trainer sets for torchrun.
 _NODE_RANK, _RENDEZVOUS = "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
 # Exit codes of a failure that a restart would not change. A pod that has finished needs no rule.
 _FAILED_FOR_GOOD = sorted(FINAL - {0, Preempted.exit_code})
 # From SIGTERM to SIGKILL: a preempted run finishes its step and saves.
 _GRACE_SECONDS = 300
-# Text that no reader of YAML takes for a number, a boolean, a date or syntax.
-_PLAIN = re.compile(r"[A-Za-z][\w./-]*")
-_NOT_TEXT = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
 
 
 def kubernetes_manifest(job: Job) -> str:
@@ -44,7 +41,7 @@ def kubernetes_documents(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _document(kind: str, job: Job, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": f"{_GROUP}/v1alpha1", "kind": kind, "metadata": {"name": job.name}, "spec": spec}
+    return {"apiVersion": f"{_API_GROUP}/v1alpha1", "kind": kind, "metadata": {"name": job.name}, "spec": spec}
 
 
 def _runtime(job: Job) -> dict[str, Any]:
@@ -84,7 +81,7 @@ def _train_job(job: Job) -> dict[str, Any]:
     }
     if job.gpus:
         trainer["resourcesPerNode"] = {"limits": {"nvidia.com/gpu": str(job.gpus)}}
-    runtime = {"apiGroup": _GROUP, "kind": "TrainingRuntime", "name": job.name}
+    runtime = {"apiGroup": _API_GROUP, "kind": "TrainingRuntime", "name": job.name}
     return {"runtimeRef": runtime, "trainer": trainer}
 
 
@@ -108,7 +105,11 @@ def yaml_text(value: dict[str, Any]) -> str:
 def _lines(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _entry(f"{_scalar(key)}:", item, "  ")
+            if isinstance(item, (dict, list)) and item:
+                yield f"{_scalar(key)}:"
+                yield from (f"  {line}" for line in _lines(item))
+            else:
+                yield f"{_scalar(key)}: {_scalar(item)}"
     else:
         for item in value:
             if isinstance(item, (dict, list)) and item:
@@ -119,16 +120,8 @@ def _lines(value: Any) -> Iterator[str]:
                 yield f"- {_scalar(item)}"
 
 
-def _entry(head: str, item: Any, indent: str) -> Iterator[str]:
-    if isinstance(item, (dict, list)) and item:
-        yield head
-        yield from (f"{indent}{line}" for line in _lines(item))
-    else:
-        yield f"{head} {_scalar(item)}"
-
-
 def _scalar(value: Any) -> str:
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT:
+    if isinstance(value, str) and is_plain_yaml(value):
         return value
     # JSON is YAML too.
     return json.dumps(value)

@@ -1,4 +1,4 @@
-"""Checkpoint storage: atomic, verified, with the same format under every strategy. Nothing in it pickles or unpickles.
+"""Checkpoint storage: atomic, verified, with the same format under every strategy. No checkpoint holds a pickle.
 
 A checkpoint is a directory of safetensors files and a ``manifest.json``; the page "The checkpoint format" of the docs
 describes every byte. What users call is gathered in ``phalanx.checkpoint``.
@@ -11,6 +11,15 @@ describes every byte. What users call is gathered in ``phalanx.checkpoint``.
     inspection         description, list and search of checkpoints
     retention          names, and which checkpoints a run keeps
     deletion           of checkpoints, and of what killed processes left
+    save_request       one save of a run, and what follows it
+    snapshot_slots     the directories and intervals of snapshots in memory
+    node_folders       checkpoints on several nodes without a common disk
+    host_memory        copies of tensors from a GPU
+    finite_check       for NaN and infinity
+    fingerprint, diff  comparison of checkpoints
+    convert            from files of other libraries, whose pickles are read by torch's safe unpickler
+
+The functions below are imported when they are first called: a process that reads a checkpoint loads no writer.
 """
 
 from __future__ import annotations

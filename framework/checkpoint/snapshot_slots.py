@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from ..core.intervals import Interval
+from ..distributed.world import World
 
 AUTO = "auto"
 COPIES = 3
@@ -56,23 +57,25 @@ class SnapshotInterval:
         self.due: float = step + self._steps
         """The step after which the next snapshot is due."""
 
-    def found(self, step: int, began: float, cost: float) -> int:
-        """Return the steps that take the given time, or in which the cost of a snapshot is at most its share of it.
+    def begin(self, step: int, began: float, cost: float, world: World) -> None:
+        """Note the start of a snapshot, and agree on the interval from now on. Collective.
 
         Args:
             step: the present step.
             began: the time at which it ended, by ``time.perf_counter``.
             cost: the seconds that the last snapshot took.
+            world: the ranks, of which rank 0 finds the interval.
         """
+        if self.is_auto:
+            self._steps = world.broadcast_object(self._found(step, began, cost))
+        self.due = step + self._steps
+
+    def _found(self, step: int, began: float, cost: float) -> int:
+        """Return the steps that take the given time, or in which the cost of a snapshot is at most its share of it."""
         before, then = self._last
         seconds = (began - then) / max(1, step - before)
         wanted = cost / _SHARE if self._wanted_seconds is None else self._wanted_seconds
         return min(max(1, math.ceil(wanted / seconds)), _GROWTH * self._steps)
-
-    def begin(self, step: int, found: int | None) -> None:
-        """Note the start of a snapshot; ``found``: the interval that all ranks use from now on, None for the same."""
-        self._steps = found or self._steps
-        self.due = step + self._steps
 
     def end(self, step: int) -> None:
         """Note the end of a snapshot."""

@@ -1,4 +1,4 @@
-"""`Fabric`: the verbs for a training loop that the user writes."""
+"""Parts of ``Fabric`` (fabric.py), for a loop that the user writes, that are imported when they are first called."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ from .module_run import join_fabric
 from .prepared import Prepared
 from .reporting import Reporting, accepted
 from .setup import NoInitialization, check_objects, check_optimizer, engine_of_optimizer, wrap_optimizer
-from .snapshots import Snapshots
+from .snapshots import LoopSnapshots
 from .training import Training
 from .window_rules import check_single_pass
 from .window_training import Step, WindowTraining
@@ -169,7 +169,7 @@ class Fabric(RankProperties):
         self._training = Training(self._ranks, self._prepared, self.accumulation)
         self._windows = WindowTraining(self._ranks, self._prepared, self._training)
         self._checkpoints = Checkpoints(self._ranks, self._prepared, self._training)
-        self._snapshots = Snapshots(self._ranks, self._prepared, self._checkpoints)
+        self._snapshots = LoopSnapshots(self._ranks, self._prepared, self._checkpoints)
 
     @names_arguments
     def use_strategy(self, strategy: Strategy) -> None:

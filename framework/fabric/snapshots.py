@@ -1,4 +1,4 @@
-"""``Snapshots``: the part of a Fabric that keeps the state of a loop in memory that outlives its ranks."""
+"""``LoopSnapshots``: the part of a Fabric that keeps the state of a loop in memory that outlives its ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..checkpoint.node_folders import NodeFolders
 
 
-class Snapshots:
+class LoopSnapshots:
     """Takes snapshots of all objects of a loop, and restores the newest one in restarted ranks."""
 
     def __init__(self, ranks: Ranks, prepared: Prepared, checkpoints: Checkpoints) -> None:
@@ -67,8 +67,7 @@ class Snapshots:
         if self._slots is None or not is_after_update or step < self._interval.due:
             return False
         interval, world = self._interval, self._ranks.world
-        found = interval.found(step, began, self._seconds) if interval.is_auto else None
-        interval.begin(step, world.broadcast_object(found) if interval.is_auto else None)
+        interval.begin(step, began, self._seconds, world)
         path, nodes = self._slots.next(), self._nodes
         assert nodes is not None
         if nodes.leads:

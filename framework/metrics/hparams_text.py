@@ -85,9 +85,13 @@ def as_yaml(params: Mapping[str, Any]) -> str:
     return "".join(f"{_key(str(key))}: {_flow(value)}\n" for key, value in params.items()) or "{}\n"
 
 
+def is_plain_yaml(text: str) -> bool:
+    """Whether no reader of YAML takes a text for a number, a boolean, a date or syntax if it is not quoted."""
+    return re.fullmatch(r"[A-Za-z_][\w./-]*", text) is not None and text.lower() not in _RESERVED
+
+
 def _key(key: str) -> str:
-    plain = re.fullmatch(r"[A-Za-z_][\w./-]*", key) and key.lower() not in _RESERVED
-    return key if plain else json.dumps(key, ensure_ascii=False)
+    return key if is_plain_yaml(key) else json.dumps(key, ensure_ascii=False)
 
 
 def _flow(value: Any) -> str:

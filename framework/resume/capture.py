@@ -1,7 +1,8 @@
 """The state of a run as canonical state for a checkpoint; ``restore`` loads it.
 
 Tensors are stored by parameter name; optimizer state by optimizer, slot and parameter name; everything else as JSON.
-State that differs between ranks (random generators, values logged in the epoch so far) is one document per rank.
+State that differs between ranks is one document per rank: random generators, values logged in the epoch so far, the
+state of a stateful loader. The position in the data is the same on all ranks, and is part of the common document.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checkpoint.codec import encode
+from ..checkpoint.codec import encode, encode_inline
 from ..checkpoint.manifest import AVERAGES, JSON
 from ..checkpoint.write_plan import CheckpointContents, Shard
 from ..core.data_spans import as_json
+from ..core.errors import ConfigurationError
 from ..core.progress import Progress
 from ..data.accumulation_window import Windows
+from ..distributed.seed import Generators
 from ..parallel.parameter_names import buffer_names, names_of
 from ..run.run import Run
 from ..state.hyperparameters import class_names, encode_known
 from ..state.module_state import extra_state, model_state
 from ..state.optimizer_state import Group, optimizer_state, whole
 from ..state.user_entries import UserEntries
-from .rank_state import capture_rank
 
 
 def live_weights(run: Run) -> dict[str, Shard]:
@@ -180,8 +182,55 @@ class StateHolders:
         return encoded, whole(tensors) if self._writes else {}
 
 
+def capture_rank(run: Run, windows: Windows | None) -> Any:
+    """Return the state of this rank as JSON values."""
+    return RankState(run, windows).document()
+
+
+class RankState:
+    """The state of this rank at one moment.
+
+    Within a section that a resumed run repeats, such as a validation, it is the state at the start of the section.
+    """
+
+    def __init__(self, run: Run, windows: Windows | None) -> None:
+        self._repeated_from, self._group = run.repeated.state, run.world.identical_group
+        if self._repeated_from is None:
+            # The values that were logged stay on their devices: this may run after each step.
+            self._generators, self._log = Generators(), run.train_log.record()
+            self._evaluated = dict(run.evaluated_batches)
+        # Encoded now, since the loader may change its state in place.
+        self._loader_state = None if windows is None else _loader_state(windows)
+
+    def document(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        state = self._repeated_from or {
+            "random": self._generators.state(),
+            "log": self._log.state_dict(),
+            "evaluated": self._evaluated,
+        }
+        document: dict[str, Any] = {**encode_inline(state), "group": self._group}
+        return document if self._loader_state is None else {**document, "data": self._loader_state}
+
+
+def _loader_state(windows: Windows) -> JSON:
+    if (state := windows.source_state()) is None:
+        return None
+    try:
+        return encode_inline(state)
+    except ConfigurationError as error:
+        windows.source.announce(
+            f"The state of {windows.source.name} is not saved, so a resumed run reads it from the start: {error}"
+        )
+        windows.source.stop_keeping_state()
+        return None
+
+
 def place_of(windows: Windows | None) -> dict[str, Any]:
-    """Return the position in the data, as a document holds it; ``windows`` may be None outside of a fit."""
+    """Return the position in the data, as a document holds it, such as ``{"position": {"samples": 640}, ...}``.
+
+    ``windows`` may be None outside of a fit.
+    """
     if windows is None:
         return {"position": None, "data": None}
     found = {"micro_batch_size": windows.found_size, "left_out": as_json(windows.excluded_spans) or None}

@@ -18,11 +18,11 @@ from math import prod
 
 from torch.optim import Optimizer
 
-from ..checkpoint import save
 from ..checkpoint.deletion import BackgroundDeletion
 from ..checkpoint.save_request import SaveRequest
 from ..checkpoint.staging import SaveThread, Staging
 from ..checkpoint.write_plan import CheckpointContents
+from ..checkpoint.writer import save
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..core.split_optimizer import optimizers_in
 from ..data.accumulation_window import Windows
@@ -31,22 +31,21 @@ from ..distributed.world import World
 from ..run.run import Run
 from ..state.frozen_base import FrozenBase
 from ..state.module_state import shapes_of
-from . import capture_run
+from .capture import capture_run
 from .step_record import StepRecord
 
 _FAILURES_IN_A_ROW = 3
 _TOLERATED = (ConfigurationError, NonFiniteError, StorageError)
 # Seconds that a pending save may still take after an error. The supervisor ends the other ranks soon after one that
 # failed, so several ranks get little time; a single process may still finish a large checkpoint.
-_GRACE_SECONDS = {True: 30.0, False: 1.0}
+_GRACE_SECONDS, _GRACE_SECONDS_ALONE = 1.0, 30.0
+_QUIET_SECONDS = 0.2  # after it, a single process says that it still writes
 _LAST_SECONDS = 1.0
-
-
 # Bytes per element of canonical state, which is float32 for any compute dtype.
 _ELEMENT_BYTES = 4
 
 
-def moments(optimizer: Optimizer) -> int:
+def num_moments(optimizer: Optimizer) -> int:
     """Return the approximate number of parameter-sized tensors in an optimizer's state per parameter."""
     defaults = [part.defaults for part in optimizers_in(optimizer)]
     return max(2 if "betas" in each else int(bool(each.get("momentum", 1))) for each in defaults)
@@ -122,7 +121,7 @@ class Saver:
         sizes = {name: prod(shape) for name, shape in shapes_of(run.strategy, run.module).items() if name not in absent}
         elements = sum(sizes.values())
         if not weights_only and run.optimizers:
-            most = max(map(moments, run.optimizers))
+            most = max(map(num_moments, run.optimizers))
             elements += most * sum(size for name, size in sizes.items() if name in trained)
         return _ELEMENT_BYTES * elements
 
@@ -194,9 +193,9 @@ class Saver:
         self._windows = self.before_save = None
         if pending is not None:
             alone = self._run.world.size == 1
-            if not pending.work.wait(0.2 if alone else _GRACE_SECONDS[alone]) and alone:
+            if not pending.work.wait(_QUIET_SECONDS if alone else _GRACE_SECONDS) and alone:
                 self._run.note(f"{pending.request.path} is still being written: interrupt to leave it.")
-                pending.work.wait(_GRACE_SECONDS[alone])
+                pending.work.wait(_GRACE_SECONDS_ALONE)
             pending.work.give_up()
             over = pending.work.wait(_LAST_SECONDS)
             if not over or pending.work.error is not None:
@@ -249,7 +248,8 @@ class Saver:
         given_up: Callable[[], bool],
     ) -> None:
         when = f"at optimizer step {request.step}"
-        if world.is_global_zero if request.nodes is None else request.nodes.leads:
+        leads = world.is_global_zero if request.nodes is None else request.nodes.leads
+        if leads:
             request.make_room()
         save(
             request.path,

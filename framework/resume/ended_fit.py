@@ -15,8 +15,7 @@ from ..data.accumulation_window import Windows
 from ..distributed.collective_errors import on_all_ranks
 from ..pretrained import save_folder
 from ..run.run import Run
-from .capture import RunState, place_of
-from .rank_state import capture_rank
+from .capture import RunState, capture_rank, place_of
 
 if TYPE_CHECKING:
     from ..pretrained.saving import FolderOrder

@@ -15,8 +15,11 @@ from ..checkpoint.codec import decode
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError
 from ..core.optimizer_config import parameters_of
+from ..core.position_rng import mix_seed
 from ..core.split_optimizer import kind_of
+from ..data.accumulation_window import Windows
 from ..distributed.collective_errors import on_all_ranks
+from ..distributed.seed import seed_rank
 from ..parallel.parameter_names import canonical_names, names_of, renamed
 from ..run.run import Run
 from ..state.frozen_base import check_base
@@ -243,3 +246,53 @@ def _report_not_loaded(run: Run, checkpoint: Checkpoint, not_loaded: list[str]) 
     if not_loaded:
         why = "" if run.module.strict_loading else ", as strict_loading is False"
         run.note(f"Not loaded from {checkpoint.path}{why}: {listed(not_loaded)}")
+
+
+# ---- the state of each rank ------------------------------------------------------------------------------------------
+
+
+def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
+    """Restore the metrics that ranks had accumulated, and hold the states of loaders and of random generators.
+
+    With the same number of ranks each rank restores its own state. With another number the metric states of all ranks
+    are distributed over the new ranks such that their sums stay the same; generators are seeded from the position of
+    the run.
+
+    ``Windows.begin`` opens the loaders with their states. After the hooks that the epoch repeats,
+    ``run.repeated.restore_generators`` sets the generators: to those of the checkpoint, or to those seeded here if the
+    data is distributed over another number of ranks.
+    """
+    world = run.world
+    # A checkpoint converted from another library has no rank states.
+    saved = [document for document in checkpoint.rank_documents if document is not None]
+    num_data_ranks = checkpoint.document.get("data_ranks", len(saved))
+    # Ranks that read the same batches, such as those of a tensor-parallel group, are neighbours.
+    ranks_per_data_rank = max(1, len(saved) // (num_data_ranks or 1))
+    # Ranks that read the same batches, and compute parts of them, still have metrics of their own.
+    saved_groups = _first_of_groups(saved, checkpoint.document.get("identical_ranks", ranks_per_data_rank))
+    group, num_groups = world.identical_group, world.size // world.identical
+    inherited: list[dict[str, Any]] = [decode(document) for document in saved_groups[group::num_groups]]
+    if inherited:
+        run.train_log.load_state_dicts([state["log"] for state in inherited])
+        run.evaluated_batches.update(inherited[0].get("evaluated", {}))
+    if saved and num_data_ranks == world.data_size and len(saved_groups) == num_groups:
+        windows.source.restore([inherited[0].get("data")], own=True)
+        run.repeated.hold_generators(inherited[0]["random"])
+        return
+    loader_states = [decode(document.get("data")) for document in saved[::ranks_per_data_rank]]
+    windows.source.restore(loader_states, own=False)
+    seed_rank(mix_seed(run.seed, run.progress.steps_reached, group), world.device)
+    run.repeated.hold_generators(None)
+
+
+def _first_of_groups(documents: list[dict[str, Any]], identical: int) -> list[dict[str, Any]]:
+    """Return the state of the first rank of each group of ranks that compute the same, in the order of groups.
+
+    Args:
+        documents: the states of all ranks.
+        identical: the number of ranks next to one another in a group, if the states do not have their group.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for rank, document in enumerate(documents):
+        found.setdefault(document.get("group", rank // identical), document)
+    return [found[group] for group in sorted(found)]

@@ -70,25 +70,31 @@ class Snapshots:
         run, interval, began = self._run, self._interval, time.perf_counter()
         if run.in_window or (interval.is_auto and run.saver.is_pending):
             return
-        # The failure of the one before may end them.
         run.saver.finish()
+        # The one before may have failed, and ``_done`` has stopped the others.
         if math.isinf(interval.due):
             return
         step = run.progress.global_step
         # On a CPU the thread takes its time from training.
         cost = self._seconds + (self._thread_seconds if self._counts_threads else 0.0)
-        found = run.world.broadcast_object(interval.found(step, began, cost)) if interval.is_auto else None
-        interval.begin(step, found)
+        interval.begin(step, began, cost, run.world)
         path = self._slots.next()
-        request = SaveRequest(path, asynchronous=True, optional=True, prune=self._written, on_done=self._done)
-        request.nodes = self._nodes
-        request.make_room = partial(shutil.rmtree, path, ignore_errors=True)
-        run.saver.save(request)
+        run.saver.save(
+            SaveRequest(
+                path,
+                asynchronous=True,
+                optional=True,
+                nodes=self._nodes,
+                make_room=partial(shutil.rmtree, path, ignore_errors=True),
+                prune=self._written,
+                on_done=self._done,
+            )
+        )
         self._seconds = time.perf_counter() - began
         interval.end(step)
 
     def _written(self, deletion: BackgroundDeletion) -> list[str]:
-        # The thread has written this snapshot and nothing else.
+        # Called on rank 0 by the thread that has written this snapshot and nothing else. No other is deleted.
         self._thread_seconds = time.thread_time()
         return []
 

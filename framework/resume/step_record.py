@@ -27,8 +27,7 @@ from ..run.run import Run
 from ..state.module_state import buffer_locations
 from ..state.optimizer_state import groups_of
 from ..system.atomic_files import make_directory
-from .capture import RunState, StateHolders, counters, place_of
-from .rank_state import RankState
+from .capture import RankState, RunState, StateHolders, counters, place_of
 
 _Buffers = dict[tuple[int, str], Tensor]
 """Tensors by the ``id`` of a module's table of buffers and the key in the table."""

@@ -230,7 +230,7 @@ class Run:
         self.progress.epoch_cut = True
 
     def _withdraw_stop(self, sent: Sent) -> None:
-        self.stop_requested = self.preempted_by is not None
+        self.stop_requested, self.stop_reason = self.preempted_by is not None, None
 
     def _preempt(self, sent: Sent) -> None:
         self.stop_requested = True
@@ -238,7 +238,7 @@ class Run:
 
     def _stop(self, sent: Sent) -> None:
         self.stop_requested = True
-        self.stop_reason = next((reason for reason in sent.values() if reason), self.stop_reason)
+        self.stop_reason = self.stop_reason or next(filter(None, sent.values()), None)
 
     def allow_stops(self, may_stop: Callable[[], bool]) -> None:
         """Stop before a step if a stop is requested and this function returns True; the same on all ranks."""

@@ -35,7 +35,7 @@ from ..profiling.flop_count import FlopCount
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
 from ..resume.checkpoint_saver import Saver
 from ..resume.checkpoint_search import Origin, mirrored_folders
-from ..resume.rank_state import restore_rank
+from ..resume.restore import restore_rank
 from ..resume.resume_point import claim_again, claim_directory, find_checkpoint
 from ..resume.resumed_data import restore_data_module, warn_of_other_batch, warn_of_other_data
 from ..run.overrides import batch_transfer, check_closure, is_overridden

@@ -20,7 +20,7 @@ from ..memory.measure import elements_of, size_of
 from ..memory.memory_plan import casts_of
 from ..report.notifications import shown_addresses
 from ..report.values import timestamp
-from ..resume.checkpoint_saver import moments
+from ..resume.checkpoint_saver import num_moments
 from ..resume.checkpoint_search import newest_of_run, shared_directories
 from ..storage.cached_url import portable
 from ..system.provenance import machine_facts, provenance
@@ -156,7 +156,7 @@ def _memory_facts(run: Run) -> dict[str, Any] | None:
     layout = strategy.memory_layout
     if layout is None or "tp" in strategy.degrees.used:
         return None
-    size = replace(size_of(run.module), state_slots=max(map(moments, run.optimizers), default=0))
+    size = replace(size_of(run.module), state_slots=max(map(num_moments, run.optimizers), default=0))
     resources, precision = run.fabric.resources, run.precision
     ranks = Ranks(resources.world_size, resources.devices, resources.degrees)
     needs = footprint(layout, size, ranks, precision, casts=casts_of(size, precision))

@@ -91,7 +91,7 @@ def write_piece(parameter: Any, values: Tensor) -> None:
 
 
 @torch.no_grad()
-def keep_equal(exact: Tensor, rounded: Tensor) -> None:
+def copy_unequal(exact: Tensor, rounded: Tensor) -> None:
     """Replace the elements of an fp32 tensor that, rounded, do not equal those of another tensor."""
     rounded = rounded.to(exact.device)
     exact.copy_(torch.where(exact.to(rounded.dtype) == rounded, exact, rounded.to(exact.dtype)))
@@ -170,6 +170,11 @@ class FlatGroups:
                 dp_group=zero.real_dp_process_group[number],
                 param_offsets=zero.round_robin_bit16_offsets[number],
             )
+
+    @property
+    def swaps(self) -> bool:
+        """Whether the state of any group is on a disk."""
+        return any(map(self.swapped, range(len(self.groups))))
 
     def swapped(self, group: int) -> bool:
         """Whether the state of a group is on a disk."""

@@ -102,7 +102,7 @@ class LentState(MutableMapping[Any, Any]):
 
     def _known(self) -> tuple[Any, Any]:
         if self._scalars is None:
-            self._scalars = self._engine().scalars()
+            self._scalars = self._engine().scalars_and_dtypes()
         return self._scalars
 
     def _is_held(self, parameter: Any) -> bool:

@@ -256,7 +256,7 @@ class EngineSession:
         gathers = self._options.gather_weights if self._options.stage == 3 else "all"
         if self.state is None or self._original is None or gathers == "none":
             return False
-        self.state.take_edits()
+        self.state.synchronize()
         self.state.stop_gathering()
         with engine_runs:
             gather_weights(module, self.state, self._original.dtypes, gathers == "all" or self._world.is_global_zero)

@@ -20,7 +20,7 @@ from ...framework.core.torch_internals import is_in_backward, version_of
 from ...framework.distributed.world import World
 from ...framework.parallel.step_flags import RunOrder
 from .access import engine_runs
-from .flat_groups import full_shape, is_split, keep_equal, local_piece, partition_of
+from .flat_groups import copy_unequal, full_shape, is_split, local_piece, partition_of
 
 # What is the same for a parameter with and without elements.
 _SHAPES = {
@@ -182,7 +182,7 @@ class Gathering:
         # With a copy, since DeepSpeed returns the tensor itself where it can.
         master = safe_get_local_fp32_param(parameter) if parameter.requires_grad else None
         if master is not None:
-            keep_equal(master.narrow(0, 0, piece.numel()), mine)
+            copy_unequal(master.narrow(0, 0, piece.numel()), mine)
             safe_set_local_fp32_param(parameter, master)
         piece.copy_(mine)
         # ZeRO++'s second copy inside a node, which DeepSpeed makes again. Private to DeepSpeed, whose public

@@ -28,13 +28,13 @@ from ...framework.parallel.parameter_names import state_tensors
 from .flat_groups import (
     FlatGroups,
     Piece,
+    copy_unequal,
     even_piece,
     full_shape,
     full_size,
     is_flat,
     is_on_disk,
     is_split,
-    keep_equal,
     local_piece,
     write_piece,
 )
@@ -67,7 +67,9 @@ class EngineState(PartitionedState):
     """The state that an engine holds of a module.
 
     Args:
+        groups: the parameter groups of the engine's optimizer.
         exact: this rank's fp32 pieces of parameters that have no master, by ``id``.
+        world: the ranks over which the engine divides the state.
     """
 
     def __init__(self, groups: FlatGroups, exact: dict[int, Tensor], world: World) -> None:
@@ -82,7 +84,7 @@ class EngineState(PartitionedState):
         """The state of the user's optimizer."""
         self.partial_steps: PartialSteps | None = None
         """Steps on pieces, once a parameter had no gradient in a window."""
-        # Of parameters that are split, every change is written at once.
+        # Under stage 3 ``gathering`` writes what the user changes.
         self._parameters = [] if groups.stage3 else [piece.parameter for group in groups.groups for piece in group]
         self._seen = self._changes()
 
@@ -99,7 +101,7 @@ class EngineState(PartitionedState):
         # torch counts the changes in place of each tensor; DeepSpeed's own are changes of other tensors.
         return sum(map(_VERSION, self._parameters))
 
-    def take_edits(self) -> None:
+    def synchronize(self) -> None:
         """Copy the elements of parameters that the user has changed into the master weights; take back lent state."""
         if self.lent is not None:
             self.lent.take_back()
@@ -107,7 +109,7 @@ class EngineState(PartitionedState):
             self.gathering.take_back()
         elif self._changes() != self._seen:
             self._seen = self._changes()
-            self._merge()
+            self._copy_changed_elements()
 
     def stop_gathering(self) -> None:
         """Make parameters of stage 3 ordinary ones again."""
@@ -132,13 +134,13 @@ class EngineState(PartitionedState):
         return self.partial_steps
 
     @torch.no_grad()
-    def _merge(self) -> None:
+    def _copy_changed_elements(self) -> None:
         for number, pieces in enumerate(self.groups.groups):
             with self.groups.opened(number, write=True) as (flat, _):
                 for piece in pieces:
                     if piece.length:
                         mine = piece.parameter.detach().reshape(-1).narrow(0, piece.start, piece.length)
-                        keep_equal(flat.narrow(0, piece.offset, piece.length), mine)
+                        copy_unequal(flat.narrow(0, piece.offset, piece.length), mine)
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class EngineState(PartitionedState):
         Parameters that are not trained and that every rank holds in full are left out. Use a piece before the next one
         is requested: it may be in a buffer that is reused.
         """
-        self.take_edits()
+        self.synchronize()
         for piece, master in self.groups.masters():
             yield piece.parameter, piece.start, master
         for parameter in module.parameters():
@@ -156,32 +158,35 @@ class EngineState(PartitionedState):
                 continue
             found = self._untrained(parameter)
             if found is not None:
-                yield parameter, found[1], found[0]
+                yield parameter, *found
 
-    def _untrained(self, parameter: Any) -> tuple[Tensor, int] | None:
+    def _untrained(self, parameter: Any) -> tuple[int, Tensor] | None:
+        """Return the start of this rank's piece of a parameter that is not trained, and the piece; None if each rank
+        holds it in full. An fp32 piece takes the elements that the user has changed.
+        """
         exact = self.exact.get(id(parameter))
         if exact is not None:
             start, length = even_piece(full_size(parameter), self.world)
             split = is_split(parameter)
-            mine = self._in_memory(parameter)[0] if split else parameter.detach().reshape(-1)[start : start + length]
-            # The user may have changed the parameter, such as a teacher that is updated by hand.
-            keep_equal(exact, mine)
-            return exact, start
+            mine = self._in_memory(parameter)[1] if split else parameter.detach().reshape(-1)[start : start + length]
+            # Such as a teacher that is updated by hand.
+            copy_unequal(exact, mine)
+            return start, exact
         return self._in_memory(parameter) if is_split(parameter) else None
 
-    def _in_memory(self, parameter: Any) -> tuple[Tensor, int]:
-        """Return this rank's piece of a split parameter and its start, after reading it from the disk if needed."""
+    def _in_memory(self, parameter: Any) -> tuple[int, Tensor]:
+        """Return the start of this rank's piece of a split parameter, and the piece, after reading it from disk."""
         if is_on_disk(parameter):
             parameter.nvme_swapper.swap_in([parameter], async_op=False)
-        return local_piece(parameter, self.world)
+        piece, start = local_piece(parameter, self.world)
+        return start, piece
 
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
         """Return this rank's part of a module's weights, and on rank 0 its buffers, by name."""
         found: dict[int, Shard] = {}
-        swaps = any(self.groups.swapped(number) for number in range(len(self.groups.groups)))
         for parameter, start, piece in self.pieces(module):
-            # A clone outlives the buffer; in memory a view is enough, and saving copies it.
-            tensor = piece.clone() if swaps else piece
+            # A clone outlives the buffer; in memory a view is enough, and a save reads it before the next step.
+            tensor = piece.clone() if self.groups.swaps else piece
             found[id(parameter)] = Shard.flat(tensor, full_shape(parameter), start)
         state: dict[str, Shard] = {}
         for name, tensor in state_tensors(module).items():
@@ -196,7 +201,7 @@ class EngineState(PartitionedState):
         """Yield each parameter that has state, and this rank's pieces of its slots. Collective."""
         if self.lent is not None:
             self.lent.take_back()
-        scalars, _ = self.scalars()
+        scalars, _ = self.scalars_and_dtypes()
         for number, pieces in enumerate(self.groups.groups):
             with self.groups.opened(number) as (flat, slots):
                 if not slots:
@@ -211,7 +216,7 @@ class EngineState(PartitionedState):
                             {slot: saved_slot(slot, value, flat, piece, swapped) for slot, value in found.items()},
                         )
 
-    def scalars(self) -> tuple[dict[int, Scalars | None], list[dict[str, torch.dtype]]]:
+    def scalars_and_dtypes(self) -> tuple[dict[int, Scalars | None], list[dict[str, torch.dtype]]]:
         """Return what each parameter's state has apart from ranges of flat tensors, and those by group. Collective.
 
         Returns:
@@ -221,11 +226,11 @@ class EngineState(PartitionedState):
         mine: list[tuple[dict[str, torch.dtype], dict[int, Any]]] = []
         for number, pieces in enumerate(self.groups.groups):
             state = self.groups.inner.state.get(self.groups.flats[number]) or {}
+            known = shared_scalars(state)
             # Pickled once, however many parameters have it.
-            shared = as_sent(shared_scalars(state))
+            shared = as_sent(known)
             own = {place: shared for place, piece in enumerate(pieces) if piece.length}
             if self.partial_steps is not None:
-                known = shared_scalars(state)
                 own = {place: as_sent(self.partial_steps.scalars_of(pieces[place].parameter, known)) for place in own}
             mine.append(({slot: one.dtype for slot, one in state.items() if is_flat(one)}, own))
         found: dict[int, Scalars | None] = {}
@@ -281,7 +286,7 @@ class EngineState(PartitionedState):
         if self.lent is not None:
             self.lent.forget()
         for group, stored in zip(optimizer.param_groups, groups, strict=True):
-            group.update({key: value for key, value in stored.items() if key != "params"})
+            group.update(stored)
         slots = {id(one): found for one, found in zip(parameters_of(optimizer), state, strict=True)}
         inner = self.groups.inner
         for number, pieces in enumerate(self.groups.groups):
@@ -296,7 +301,7 @@ class EngineState(PartitionedState):
                     inner.state.pop(key, None)
 
     def _load_scalars(self, number: int, theirs: Sequence[tuple[Piece, Slots]]) -> None:
-        """Load the scalars of a group's parameters one by one, if they are not all the same."""
+        """Load the scalars of a group's parameters one by one, if they differ or the group steps on pieces already."""
         found = [(piece, scalars_in(slots, piece.parameter)) for piece, slots in theirs]
         if self.partial_steps is not None or not all(are_equal(one, found[0][1]) for _, one in found):
             for piece, scalars in found:

@@ -368,7 +368,7 @@ class EngineUpdate(GradientOperations):
         # The user's schedulers change the groups of the user's optimizer, which the engine does not read.
         self.follow()
         self._take_back()
-        self.state.take_edits()
+        self.state.synchronize()
         unused = self._stage.unused()
         self.state.leave_out(unused, self._unused_by_all(unused))
         self._stage.begin_update()

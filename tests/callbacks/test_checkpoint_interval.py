@@ -44,17 +44,20 @@ def test_failures_of_the_run_count() -> None:
     text = schedule.adapt(2.0, 0, 0.0, 8)
     assert schedule.interval is not None
     assert schedule.interval.total_seconds() == 3600.0
+    assert text is not None
     assert "is assumed for 8 ranks" in text
     text = schedule.adapt(2.0, 3, 3 * 3600.0, 8)
     assert schedule.interval.total_seconds() == pytest.approx(math.sqrt(2 * 2.0 * 3600.0))
+    assert text is not None
     assert "this run has failed 3 times in 3 h" in text
+    assert schedule.adapt(2.1, 3, 3 * 3600.0, 8) is None
 
 
 def test_a_fit_saves_by_it_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_SECONDS", "_LEAST_SECONDS", "_MOST_SECONDS"):
         # After every step.
         monkeypatch.setattr(checkpoint_plan, name, 1e-6)
-    monkeypatch.setattr(checkpoint_plan, "_LEAST_SAVES", 0.0)
+    monkeypatch.setattr(checkpoint_plan, "_LEAST_INTERVAL_IN_SAVES", 0.0)
     notes: list[str] = []
     saver = ModelCheckpoint(every="auto")
     saved = LambdaCallback(on_train_batch_end=lambda *_: notes.append(saver.best_model_path))
