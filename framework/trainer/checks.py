@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .resolved_settings import Settings
     from .session import Session, StageRequest
 
-_COMPARABLE = (str, int, float, timedelta, dict, list, tuple)
+_WITH_TEXT = (str, int, float, timedelta)
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
@@ -91,18 +91,14 @@ def check_ranks(session: Session, stage: str, request: StageRequest) -> None:
     world = session.fabric.world
     if world.size == 1:
         return
-    given = {each.name: getattr(session.settings.given, each.name) for each in fields(TrainerSettings)}
-    # Objects of a user, which may neither compare nor have a text, are compared by their types.
-    common = {
-        name: repr(value) if isinstance(value, _COMPARABLE) else _kind(value)
-        for name, value in given.items()
-        if name not in OF_ONE_RANK
-    }
-    common["callbacks"] = str([callback.state_key for callback in session.callbacks if callback.collective])
+    names = [each.name for each in fields(TrainerSettings) if each.name not in OF_ONE_RANK]
+    given = {name: getattr(session.settings.given, name) for name in names}
+    given["callbacks"] = [callback.state_key for callback in session.callbacks if callback.collective]
+    loaders = {ARGUMENTS[each]: None if value is None else type(value) for each, value in request.given.items()}
     calls = [
         f"Trainer.{stage}(...)",
-        *(f"Trainer({name}={text})" for name, text in common.items()),
-        *(f"{stage}({ARGUMENTS[each]}={_kind(loaders)})" for each, loaders in request.given.items()),
+        *(f"Trainer({name}={_comparable(value)})" for name, value in given.items()),
+        *(f"{stage}({name}={_comparable(value)})" for name, value in loaders.items()),
     ]
     first, *others = world.all_gather_object(calls)
     for rank, theirs in enumerate(others, start=1):
@@ -114,8 +110,15 @@ def check_ranks(session: Session, stage: str, request: StageRequest) -> None:
                 )
 
 
-def _kind(value: Any) -> str:
-    return "None" if value is None else type(value).__name__
+def _comparable(value: Any) -> str:
+    """Return a text that is the same on all ranks for the same value: of objects, which need not have one, the type."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_comparable(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_comparable, value))}]"
+    if isinstance(value, type):
+        return value.__name__
+    return repr(value) if value is None or isinstance(value, _WITH_TEXT) else type(value).__name__
 
 
 def check_units(module: Any, settings: Settings, callbacks: Sequence[Callback]) -> None:

@@ -62,15 +62,22 @@ def test_different_arguments_and_calls_are_refused_on_all_ranks() -> None:
         ({"gradient_clip_val": 1.0}, True, "fit", ["gradient_clip_val=None", "gradient_clip_val=1.0"]),
         ({"limit_val_batches": 0}, True, "fit", ["limit_val_batches=None", "limit_val_batches=0"]),
         ({"limit_train_batches": 0.5}, True, "fit", ["limit_train_batches=0.5"]),
+        ({"accumulate_grad_batches": {0: 1, 2: 2}}, True, "fit", ["=1)", "={0: 1, 2: 2})"]),
         ({"nonfinite": "skip"}, True, "fit", ["nonfinite='raise'", "nonfinite='skip'"]),
         ({"callbacks": [EMAWeightAveraging]}, True, "fit", ["callbacks=[]", "EMAWeightAveraging"]),
         ({"callbacks": [Shared]}, True, "fit", ["callbacks=[]", "Shared"]),
         ({}, False, "fit", ["fit(val_dataloaders=DataLoader)", "fit(val_dataloaders=None)"]),
         ({}, True, "validate", ["Trainer.fit", "Trainer.validate"]),
     ]
-    for messages in run_on_ranks(2, refused, [case[:3] for case in different]):
-        for text, (*_, words) in zip(messages, different, strict=True):
-            says(text, *words, "rank 1")
+    messages, others = run_on_ranks(2, refused, [case[:3] for case in different])
+    assert messages == others
+    for text, (*_, words) in zip(messages, different, strict=True):
+        says(text, *words, "rank 1")
+
+
+def backend(graph: Any, inputs: Any) -> Any:
+    """Compile nothing. Its text has an address, which differs between ranks."""
+    return graph.forward
 
 
 def fits(folder: Path, makers: list[Callable[[], Callback]]) -> int:
@@ -79,6 +86,8 @@ def fits(folder: Path, makers: list[Callable[[], Callback]]) -> int:
     trainer = silent_trainer(
         devices=2,
         max_epochs=1,
+        accumulate_grad_batches={0: 2},
+        compile={"backend": backend},
         default_root_dir=folder,
         logger=CSVLogger() if is_first else False,
         callbacks=[make() for make in makers] if is_first else [],
@@ -89,4 +98,4 @@ def fits(folder: Path, makers: list[Callable[[], Callback]]) -> int:
 
 
 def test_a_rank_may_have_loggers_and_callbacks_of_its_own(tmp_path: Path) -> None:
-    assert run_on_ranks(2, fits, tmp_path, [Own, LearningRateMonitor]) == [2, 2]
+    assert run_on_ranks(2, fits, tmp_path, [Own, LearningRateMonitor]) == [1, 1]
