@@ -120,7 +120,7 @@ def test_the_map_names_every_page() -> None:
 
 def test_the_verbs_that_the_page_on_fabric_names_exist() -> None:
     text = (ROOT / "docs" / "fabric.md").read_text(encoding="utf-8")
-    verbs = re.findall(r"`(\w+)`", text[text.index("## All methods") :])
+    verbs = [verb for verb in re.findall(r"`(\w+)`", text[text.index("## All methods") :]) if verb != "Fabric"]
     assert len(verbs) > 50
     assert [verb for verb in verbs if not hasattr(phalanx.Fabric, verb)] == []
 
