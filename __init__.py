@@ -1,4 +1,4 @@
-"""phalanx: train PyTorch models on one device or many, the same model every time.
+"""phalanx: train PyTorch models on one device or many, with the same optimizer steps under every strategy.
 
 The public API. Each name is imported on first use, so ``import phalanx`` is almost free.
 """

@@ -125,7 +125,7 @@ def compare(saved: Saved, contents: Contents, names: Mapping[int, str], strict: 
     """Match the contents of a checkpoint with the objects to load.
 
     Raises:
-        CheckpointError: there are mismatches, all of which the message lists, and ``strict`` is true.
+        CheckpointError: there are mismatches, of which the message lists at most 20, and ``strict`` is true.
     """
     fits = Fits(problems=_missing(saved, contents))
     for key, module in contents.modules.items():
