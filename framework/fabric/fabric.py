@@ -126,7 +126,8 @@ class Fabric(RankProperties):
     local_process_index = RankProperties.local_rank
     is_main_process = RankProperties.is_global_zero
 
-    _resolve = staticmethod(resolve_resources)
+    _may_be_alone = False
+    """Whether rank 0 may use one device alone where a launcher has started several ranks."""
 
     @names_arguments
     def __init__(
@@ -149,7 +150,8 @@ class Fabric(RankProperties):
             raise ConfigurationError(f"Fabric(max_restarts={max_restarts!r}) must be a number of restarts from 0 on.")
         self._max_restarts = max_restarts
         must_be_none("Fabric(plugins=...)", plugins, "give the strategy and the precision as objects or by name")
-        self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision, parallel=parallel)
+        alone = self._may_be_alone
+        self.resources = resolve_resources(accelerator, strategy, devices, num_nodes, precision, alone, parallel)
         self.compilation = compilation(compile, self.resources.device_type, self.resources.strategy)
         self.accumulation = resolve_accumulation(accumulate)
         self._reporting = Reporting(self.resources, callbacks, loggers, lambda: self._prepared.updates)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from ..loop.fit_plan import estimate_steps
 from ..loop.recovering_step import check_strategy
 from ..metrics.hparams_text import hyperparameters_to_log
 from ..parallel.compilation import compilation_of
-from ..parallel.resources import RankProperties, Resources, resolve_resources
+from ..parallel.resources import RankProperties, Resources
 from ..parallel.strategy import Strategy
 from ..pretrained import folder_order
 from ..resume import check_export, export_module, export_run, make_ready
@@ -94,7 +93,7 @@ _DEFAULT_NAME = "phalanx_logs"
 class TrainerFabric(Fabric):
     """The Fabric of a Trainer: with one device, rank 0 of several may use it alone."""
 
-    _resolve = staticmethod(partial(resolve_resources, may_be_alone=True))
+    _may_be_alone = True
 
 
 @lacks(MEMBERS["Trainer"])
