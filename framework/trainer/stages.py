@@ -70,6 +70,7 @@ def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
             pass
         return None
     with running(session, stage, request):
+        check_ranks(session, stage, request)
         run, plan = assemble_evaluation(session, request, stage)
         results: Any = predict(run, plan, request.keep_predictions) if stage == "predict" else evaluate(run, plan)
         run.loggers.finalize("success")
@@ -91,7 +92,6 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
     unguard(request.module)
     with watched(session.heartbeat, place, session.settings.stall_limits, session.end_stalled):
         try:
-            check_ranks(session, stage, request)
             yield
             session.heartbeat.enter("teardown")
             session.state.status = "finished"
@@ -122,6 +122,7 @@ def _fit(session: Session, request: StageRequest, again: Origin | None) -> Origi
     limit = TimeLimit(current_job(), session.settings.time_limit_margin)
     notices = SpotNotices(session.settings.preemption_notices)
     with SignalWatch(session.settings.preemption_signals) as watch, limit, notices:
+        check_ranks(session, "fit", request)
         choose_strategy(session, request)
         choose_micro_batch(session, request)
         loop = assemble_fit(session, request, again)
