@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..framework.core.errors import Preempted
+from ..framework.core.plain_yaml import is_plain_yaml
 from ..framework.launch.restart_policy import FINAL
-from ..framework.metrics.hparams_text import is_plain_yaml
 from .job import LAUNCHER, Job
 
 _API_GROUP = "trainer.kubeflow.org"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..core.intervals import Interval
-from ..distributed.world import World
+
+if TYPE_CHECKING:
+    from ..distributed.world import World
 
 AUTO = "auto"
 COPIES = 3

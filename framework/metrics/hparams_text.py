@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import reprlib
 from argparse import Namespace
 from collections.abc import Mapping
@@ -16,10 +15,8 @@ from torch import Tensor
 
 from ..core.errors import ConfigurationError
 from ..core.hyperparameters import HyperparametersMixin
+from ..core.plain_yaml import is_plain_yaml
 from ..system.redaction import without_secrets
-
-# Words that YAML 1.1 reads as a boolean or as null when unquoted.
-_RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
 
 
 def as_mapping(params: Any) -> dict[str, Any]:
@@ -83,11 +80,6 @@ def as_yaml(params: Mapping[str, Any]) -> str:
     """Return YAML with one line for each hyperparameter; values that YAML cannot represent are written as their
     ``str``."""
     return "".join(f"{_key(str(key))}: {_flow(value)}\n" for key, value in params.items()) or "{}\n"
-
-
-def is_plain_yaml(text: str) -> bool:
-    """Whether no reader of YAML takes a text for a number, a boolean, a date or syntax if it is not quoted."""
-    return re.fullmatch(r"[A-Za-z_][\w./-]*", text) is not None and text.lower() not in _RESERVED
 
 
 def _key(key: str) -> str:
