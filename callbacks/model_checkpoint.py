@@ -210,6 +210,14 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
+        return self._described({"dirpath": self._given_dirpath and os.path.basename(self._given_dirpath)})
+
+    @property
+    def common_key(self) -> str:
+        # Rank 0 chooses the paths, and a folder of a rank's own, such as a temporary one, has no effect.
+        return self._described({})
+
+    def _described(self, folder: dict[str, Any]) -> str:
         settings = {
             "monitor": self.monitor,
             "mode": self.mode,
@@ -217,7 +225,7 @@ class ModelCheckpoint(Callback):
             "every_n_epochs": self.every_n_epochs,
             "train_time_interval": self._schedule.identity,
             "filename": self.filename,
-            "dirpath": self._given_dirpath and os.path.basename(self._given_dirpath),
+            **folder,
         }
         if self._schedule.units is not None:
             settings["every"] = str(self._schedule.units)

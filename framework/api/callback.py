@@ -63,6 +63,11 @@ class Callback(NamesArguments):
             self.log(name, value, **arguments)
 
     @property
+    def common_key(self) -> str:
+        """What all ranks must have the same of a ``collective`` callback."""
+        return self.state_key
+
+    @property
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint; unique among the callbacks of a run."""
         return type(self).__qualname__

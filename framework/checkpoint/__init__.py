@@ -17,7 +17,7 @@ describes every byte. What users call is gathered in ``phalanx.checkpoint``.
     host_memory        copies of tensors from a GPU
     finite_check       for NaN and infinity
     fingerprint, diff  comparison of checkpoints
-    convert            from files of other libraries, whose pickles are read by torch's safe unpickler
+    convert            from files of other libraries, whose pickles are read safely unless the user trusts them
 
 The functions below are imported when they are first called: a process that reads a checkpoint loads no writer.
 """

@@ -93,7 +93,7 @@ def check_ranks(session: Session, stage: str, request: StageRequest) -> None:
         return
     names = [each.name for each in fields(TrainerSettings) if each.name not in OF_ONE_RANK]
     given = {name: getattr(session.settings.given, name) for name in names}
-    given["callbacks"] = [callback.state_key for callback in session.callbacks if callback.collective]
+    given["callbacks"] = [callback.common_key for callback in session.callbacks if callback.collective]
     loaders = {ARGUMENTS[each]: None if value is None else type(value) for each, value in request.given.items()}
     calls = [
         f"Trainer.{stage}(...)",

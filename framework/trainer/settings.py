@@ -55,7 +55,8 @@ OF_ONE_RANK = frozenset(
         "stall_timeout", "time_limit_margin", "verbose",
     }
 )  # fmt: skip
-"""The arguments that may differ between the ranks of a run. All others decide which collectives a rank calls."""
+"""The arguments that may differ between the ranks of a run. All others change what is trained, or which collectives a
+rank calls."""
 
 
 def _quoted(names: Iterable[str]) -> str:

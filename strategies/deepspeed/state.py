@@ -184,9 +184,10 @@ class EngineState(PartitionedState):
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
         """Return this rank's part of a module's weights, and on rank 0 its buffers, by name."""
         found: dict[int, Shard] = {}
+        swaps = self.groups.swaps
         for parameter, start, piece in self.pieces(module):
             # A clone outlives the buffer; in memory a view is enough, and a save reads it before the next step.
-            tensor = piece.clone() if self.groups.swaps else piece
+            tensor = piece.clone() if swaps else piece
             found[id(parameter)] = Shard.flat(tensor, full_shape(parameter), start)
         state: dict[str, Shard] = {}
         for name, tensor in state_tensors(module).items():

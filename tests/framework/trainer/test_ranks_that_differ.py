@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ranks import run_on_ranks
 from torch import nn
 
 from phalanx import Callback
-from phalanx.callbacks import EMAWeightAveraging, LearningRateMonitor
+from phalanx.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.loggers import CSVLogger
 
@@ -90,7 +91,8 @@ def fits(folder: Path, makers: list[Callable[[], Callback]]) -> int:
         compile={"backend": backend},
         default_root_dir=folder,
         logger=CSVLogger() if is_first else False,
-        callbacks=[make() for make in makers] if is_first else [],
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=tempfile.mkdtemp(dir=folder)), *(make() for make in makers if is_first)],
         verbose=is_first,
     )
     trainer.fit(Validated(), loader(16), loader(16))
