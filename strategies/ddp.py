@@ -18,7 +18,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
 from ..framework.core.arguments import check_names
@@ -173,6 +175,8 @@ class DDPStrategy(Strategy):
         self._ddp = Replica(self._adapter, **{**self._arguments, "init_sync": False})
         if hook is not None:
             self.gradients = hook.register(self._ddp, module)
+        elif self.world.device.type == "cpu":
+            self._ddp.average_by(self.world)
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return a call of ``step`` through DDP when training; evaluation needs no communication."""
@@ -313,7 +317,13 @@ class Replica(nn.parallel.DistributedDataParallel):
         if self._is_reversed:
             parameters.reverse()
             is_sparse.reverse()
+        self._has_sparse = any(is_sparse)
         return parameters, is_sparse
+
+    def average_by(self, world: World) -> None:
+        """Average buckets through the memory that the ranks of a node share, where they have some."""
+        if hasattr(self, "reducer") and not self._has_sparse:
+            self.register_comm_hook(world, _average_in_memory)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -338,6 +348,17 @@ class Replica(nn.parallel.DistributedDataParallel):
         order = range(len(names))[:: -1 if self._is_reversed else 1]
         found = [names[index] for index in sorted(order[int(number)] for number in match[1].split())] if match else []
         return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "") or "some"
+
+
+# Without annotations: torch compares those of a hook with types, and in this file they are strings.
+def _average_in_memory(world, bucket):  # type: ignore[no-untyped-def]
+    """Average a bucket of gradients through shared memory, or over gloo, as without a hook, where it is too large."""
+    gradients = bucket.buffer()
+    if not world.sum_in_memory(gradients, 1.0 / world.size):
+        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(gradients)
+    return done
 
 
 # ---- communication hooks, which compress gradients before they are sent ----------------------------------------------

@@ -1,4 +1,4 @@
-"""``Board``: sums of a few numbers over the ranks of one node, through shared memory.
+"""``Board``: sums of a few numbers, and of tensors, over the ranks of one node, through shared memory.
 
 A reduction on gloo wakes a thread in every rank, which takes the core from the rank's own work: 1 ms of a step of 60
 ms, where there are as many ranks as cores. Here each rank writes its numbers into its own slot, and reads the slots of
@@ -9,6 +9,9 @@ With several nodes, what a rank writes is the sum over its column, which is a gr
 
 Reductions are numbered, identically on all ranks. A rank has at most ``_DEPTH / 4`` of them open at a time, so every
 rank has read a slot before it is reused. A slot that was reused too early is detected by its number and never summed.
+
+``TensorSums`` adds CPU tensors, such as the gradients of ``ddp``, in the same way. Two ranks on two cores add 4 KiB in
+45 us, and gloo in 420 us; four ranks on two cores in 150 us, and gloo in 6 ms.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import platform
 import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +47,16 @@ _LONGEST_SLEEP = 0.001
 _ASK_SECONDS = 0.2
 _LOW = 0xFFFFFFFF
 _LIMIT_SECONDS = 1800.0
+TENSOR_BYTES = 1 << 25
+"""Shared memory for the tensors of all ranks of a node. Pages that no tensor has filled take no memory."""
+# Ranks write into two parts in turn.
+_TURNS = 2
+_LENGTH_AND_NUMBER, _NUMBER = struct.Struct("<QQ"), struct.Struct("<Q")
+_ALIGNMENT, _KINDS_KEPT = 64, 256
+# Other processors may show a rank's number to other ranks before its tensor, and a checksum takes as long as the sum.
+_KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
+
+T = TypeVar("T")
 
 
 class SharedMemory:
@@ -107,14 +122,26 @@ class Board:
         self._starts = [
             [(rank * _DEPTH + slot) * _SLOT_BYTES for slot in range(_DEPTH)] for rank in range(len(node.ranks))
         ]
+        self.tensors = TensorSums(self, self._bytes) if column is None and _KEEPS_ORDER else None
+        """Sums of tensors; None on several nodes."""
 
     @staticmethod
     def size(ranks: int) -> int:
         """Return the size in bytes of a board for ``ranks`` ranks, including a token that identifies it.
 
-        The slots are followed by one byte per rank, which is set once the rank has left.
+        The slots are followed by one byte per rank, which is set once the rank has left, and by the tensors.
         """
-        return ranks * (_DEPTH * _SLOT_BYTES + 1) + TOKEN_BYTES
+        return Board.tensors_at(ranks) + TENSOR_BYTES + TOKEN_BYTES
+
+    @staticmethod
+    def tensors_at(ranks: int) -> int:
+        """Return where the tensors of ``ranks`` ranks begin."""
+        return -(-ranks * (_DEPTH * _SLOT_BYTES + 1) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of this node."""
+        return len(self._node.ranks)
 
     def post(self, numbers: Sequence[float]) -> Posted:
         """Start summing at most ``CAPACITY`` numbers over all ranks."""
@@ -164,19 +191,24 @@ class Board:
         return numbers
 
     def wait(self, index: int, number: int, count: int) -> tuple[float, ...]:
-        """Wait for the numbers in a slot for a reduction, and return them.
+        """Wait for the numbers in a slot for a reduction, and return them. Raises as ``wait_for``."""
+        found = self.look(index, number, count)
+        return self.wait_for(index, lambda: self.look(index, number, count)) if found is None else found
+
+    def wait_for(self, index: int, look: Callable[[], T | None]) -> T:
+        """Call ``look`` until it returns what a rank has written, and return it.
 
         Raises:
             RankError: the rank has left, its process is gone, or it has not written for half an hour.
         """
         looks, since, asked = 0, 0.0, 0.0
-        while (found := self.look(index, number, count)) is None:
+        while (found := look()) is None:
             looks += 1
             if looks < _EAGER_LOOKS:
                 os.sched_yield()
                 continue
             # The rank may have written after the last poll, before it left.
-            if self._bytes[self._left_at(index)] and self.look(index, number, count) is None:
+            if self._bytes[self._left_at(index)] and look() is None:
                 raise RankError(f"{self._title(index)} has left, and rank {self._node.ranks[self.index]} waits for it.")
             now = time.monotonic()
             since, asked = since or now, asked or now
@@ -197,6 +229,13 @@ class Board:
                 f"what it does with py-spy dump --pid {pid}."
             )
 
+    def desync(self, index: int, theirs: str, own: str) -> DesyncError:
+        """Return the error for a rank that adds something else than this rank."""
+        return DesyncError(
+            f"rank {self._node.ranks[index]} adds {theirs}, this rank {self._own_rank} {own}: every rank must run the "
+            "same loop. Look for a condition on the rank around a step or a fit."
+        )
+
     def _title(self, index: int) -> str:
         return f"rank {self._node.ranks[index]} (pid {self._node.pids[index]})"
 
@@ -211,8 +250,83 @@ class Board:
         """Mark this rank as having left, leave its column, and release the memory."""
         self._bytes[self._left_at(self.index)] = 1
         # Waits for gloo's threads, which write to the memory.
-        self._column = None
-        self._memory.close()
+        self._column = self.tensors = None
+        # A tensor of a sum that an exception has interrupted still refers to the memory, and frees it later.
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+
+class TensorSums:
+    """Sums of CPU tensors over the ranks of one node.
+
+    Each rank writes its tensor into its part of the memory, and adds those of all ranks in the order of ranks. Before a
+    rank writes, it has read the sum before. So all ranks have written that one, and have read the one before it, whose
+    part is free.
+    """
+
+    def __init__(self, board: Board, memory: mmap.mmap) -> None:
+        self._board, self._memory = board, memory
+        self._start = Board.tensors_at(board.num_ranks)
+        self._stride = TENSOR_BYTES // (board.num_ranks * _TURNS) // _ALIGNMENT * _ALIGNMENT
+        self.most_bytes = self._stride - _ALIGNMENT
+        """The largest tensor in bytes."""
+        with torch.inference_mode(False):
+            self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._number = 0
+        # By turn, dtype and number of elements: buckets of gradients have the same in each step.
+        self._rows: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+
+    def add(self, tensor: Tensor, factor: float = 1.0) -> None:
+        """Replace a contiguous tensor by the sum over the ranks of ``factor`` times it. Collective.
+
+        Raises:
+            DesyncError: a rank adds a tensor of another size.
+            RankError: a rank has left, or its process is gone.
+        """
+        self._number = number = self._number + 1
+        turn, length, own = number % _TURNS, tensor.nbytes, self._board.index
+        # The tensor may have been made in inference mode, and the sum be used outside of it.
+        with torch.inference_mode():
+            flat = tensor.view(-1)
+            rows = self._rows.get((turn, tensor.dtype, len(flat))) or self._parts(turn, tensor.dtype, len(flat))
+            if factor == 1.0:
+                rows[own].copy_(flat)
+            else:
+                torch.mul(flat, factor, out=rows[own])
+            _LENGTH_AND_NUMBER.pack_into(self._memory, self._head(own, turn), length, number)
+            for index in range(len(rows)):
+                if index != own and not self._is_written(index, turn, number, length):
+                    self._board.wait_for(index, partial(self._is_written, index, turn, number, length))
+            if len(rows) == 1:
+                flat.copy_(rows[0])
+                return
+            torch.add(rows[0], rows[1], out=flat)
+            for row in rows[2:]:
+                flat.add_(row)
+
+    def _head(self, index: int, turn: int) -> int:
+        return self._start + (index * _TURNS + turn) * self._stride
+
+    def _parts(self, turn: int, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """Return the parts of all ranks as tensors, and keep them for the next sum of this kind."""
+        begins = [self._head(index, turn) + _ALIGNMENT for index in range(self._board.num_ranks)]
+        rows = [self._bytes[begin : begin + count * dtype.itemsize].view(dtype) for begin in begins]
+        if len(self._rows) == _KINDS_KEPT:
+            self._rows.clear()
+        self._rows[turn, dtype, count] = rows
+        return rows
+
+    def _is_written(self, index: int, turn: int, number: int, length: int) -> bool | None:
+        """Return True if a rank has written its part, else None."""
+        head = self._head(index, turn)
+        # The number is read alone, before the length: it is written last.
+        (found,) = _NUMBER.unpack_from(self._memory, head + _NUMBER.size)
+        if found < number:
+            return None
+        (size,) = _NUMBER.unpack_from(self._memory, head)
+        if (found, size) != (number, length):
+            raise self._board.desync(index, f"{size} bytes in sum {found}", f"{length} bytes in sum {number}")
+        return True
 
 
 class Posted:

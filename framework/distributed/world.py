@@ -265,6 +265,25 @@ class World:
             return self._board[0].post(numbers)
         return _OverGloo(torch.tensor(numbers, dtype=torch.float64), self._control[0])
 
+    def sum_in_memory(self, tensor: Tensor, factor: float = 1.0) -> bool:
+        """Replace a tensor by the sum of ``factor`` times it through the memory that the ranks share. Collective.
+
+        Return False, without communication, where that is not possible: on several nodes, for a tensor on another
+        device than the CPU, and for a large one.
+        """
+        if tensor.device.type != "cpu" or self.is_alone:
+            return False
+        refuse_aside()
+        if not self._control:
+            self._join_control()
+        sums = self._board[0].tensors if self._board else None
+        if sums is None or tensor.layout is not torch.strided or tensor.dtype is torch.bool:
+            return False
+        if tensor.nbytes > sums.most_bytes or not tensor.is_contiguous():
+            return False
+        sums.add(tensor, factor)
+        return True
+
     def all_reduce(self, tensor: Tensor, op: ReduceName = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place, and return it. Collective.
 
@@ -278,7 +297,8 @@ class World:
             raise ConfigurationError(f"op='mean' does not fit a tensor of {tensor.dtype}: use 'sum', or .float().")
         if self.size == 1:
             return tensor
-        dist.all_reduce(tensor, _REDUCTIONS[op], group=self._group_for(tensor))
+        if op in ("min", "max") or not self.sum_in_memory(tensor):
+            dist.all_reduce(tensor, _REDUCTIONS[op], group=self._group_for(tensor))
         # gloo has no mean.
         return tensor.div_(self.size) if op == "mean" else tensor
 

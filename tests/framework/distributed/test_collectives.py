@@ -1,4 +1,4 @@
-"""How often ranks talk: once for the gradients of an optimizer step, once for control, once for an epoch's metrics."""
+"""How often ranks talk: once for the gradients of an optimizer step, twice for control, once for an epoch's metrics."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from phalanx.framework.distributed.shared_memory_reduce import Board, Posted
+from phalanx.framework.distributed.shared_memory_reduce import Board, Posted, TensorSums
 
 
 class Chatty(Regressor):
@@ -29,22 +30,28 @@ class Chatty(Regressor):
 
 
 def collectives(epochs: int, steps: int, window: int, names: int) -> Counter[str]:
-    """Return how often each collective of gloo ran in a fit on this rank, and how often ranks steered ("board")."""
+    """Return how often each collective of gloo ran in a fit on this rank, and how often sums of numbers and of tensors
+    in shared memory."""
     trainer = silent_trainer(devices=2, max_epochs=epochs, accumulate_grad_batches=window)
     batches = loader(2 * 2 * window * steps, 2)
-    posted: list[int] = []
-    post = Board.post
+    shared: Counter[str] = Counter()
+    post, add = Board.post, TensorSums.add
 
     def counted(board: Board, numbers: Sequence[float]) -> Posted:
-        posted.append(len(numbers))
+        shared["numbers"] += 1
         return post(board, numbers)
+
+    def counted_tensor(sums: TensorSums, tensor: Tensor, factor: float = 1.0) -> None:
+        shared["tensors"] += 1
+        add(sums, tensor, factor)
 
     with profile(activities=[ProfilerActivity.CPU]) as seen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Board, "post", counted)
+        patch.setattr(TensorSums, "add", counted_tensor)
         trainer.fit(Chatty(names), batches)
     assert trainer.global_step == epochs * steps
     found = Counter(event.name for event in seen.events() if event.name.startswith("gloo:"))
-    return found + Counter(board=len(posted))
+    return found + shared
 
 
 def per_step(window: int, names: int) -> dict[str, float]:
@@ -63,7 +70,7 @@ def per_epoch(names: int) -> dict[str, float]:
 @pytest.mark.parametrize(("window", "names"), [(1, 0), (1, 50), (4, 1), (4, 50)])
 def test_a_step_takes_one_gradient_reduction_and_two_messages_in_shared_memory(window: int, names: int) -> None:
     for found in run_on_ranks(2, per_step, window, names):
-        assert found == {"gloo:all_reduce": 1.0, "board": 2.0}
+        assert found == {"tensors": 1.0, "numbers": 2.0}
 
 
 @pytest.mark.parametrize("names", [1, 50])
@@ -71,5 +78,5 @@ def test_an_epoch_ends_with_one_exchange_of_metrics_and_one_of_triggers(names: i
     for found in run_on_ranks(2, per_epoch, names):
         assert {name: count for name, count in found.items() if count} == {
             "gloo:all_gather": 1.0,
-            "board": 1.0,
+            "numbers": 1.0,
         }

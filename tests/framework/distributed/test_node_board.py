@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import Regressor, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
@@ -212,4 +213,9 @@ def fitted(strategy: str, nodes: tuple[int, ...]) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_fit_on_two_nodes_equals_one_on_a_single_node(strategy: str) -> None:
-    assert run_on_ranks(4, fitted, strategy, BLOCKS)[0] == run_on_ranks(4, fitted, strategy, (0, 0, 0, 0))[0]
+    several, single = (torch.tensor(run_on_ranks(4, fitted, strategy, nodes)[0]) for nodes in (BLOCKS, (0, 0, 0, 0)))
+    if strategy == "ddp":
+        # The ranks of one node add gradients in the order of ranks, and gloo in a ring: sums of four round differently.
+        torch.testing.assert_close(several, single)
+    else:
+        assert several.tolist() == single.tolist()

@@ -8,8 +8,10 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from messages import refuses
 from ranks import run_on_ranks
+from torch import Tensor
 
 from phalanx.framework.core.errors import DesyncError, RankError
 from phalanx.framework.distributed import shared_memory_reduce as board_module
@@ -77,6 +79,81 @@ def _fails(*_: Any) -> None:
 @pytest.mark.parametrize("what", ["long", "no memory"])
 def test_long_vectors_and_ranks_without_shared_memory_go_through_gloo(what: str) -> None:
     assert run_on_ranks(2, through_gloo, what) == [[3.0], [3.0]]
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64)
+
+
+def tensor_of(rank: int, number: int) -> Tensor:
+    """Return a tensor of a rank, whose shape and dtype depend on the number alone."""
+    shape = (number % 5, 1 + number * 7 % 300)
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 9).to(DTYPES[number % len(DTYPES)])
+
+
+def many_tensors(rounds: int) -> bool:
+    """Add tensors of all sizes and dtypes, with ranks that are late at random, and controls in between."""
+    world = World.from_environment("cpu")
+    draw = random.Random(world.rank)
+    for number in range(rounds):
+        factor = 1.0 / world.size if number % 2 and DTYPES[number % len(DTYPES)].is_floating_point else 1.0
+        parts = [tensor_of(rank, number) for rank in range(world.size)]
+        if factor != 1.0:
+            parts = [part * factor for part in parts]
+        expected = parts[0]
+        for part in parts[1:]:
+            expected = expected + part
+        with torch.inference_mode(number % 3 == 0):
+            given = tensor_of(world.rank, number)
+        pending = world.control_reduce([1.0])
+        assert world.sum_in_memory(given, factor)
+        assert given.dtype == expected.dtype
+        assert torch.equal(given, expected)
+        assert list(pending.wait()) == [float(world.size)]
+        if draw.random() < 0.05:
+            time.sleep(0.002)
+    world.close()
+    return True
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_of_tensors_are_those_of_the_ranks_in_turn(ranks: int) -> None:
+    assert all(run_on_ranks(ranks, many_tensors, 300))
+
+
+def sums_over_gloo() -> list[bool]:
+    world = World.from_environment("cpu")
+    in_memory, found = [], []
+    for tensor in (torch.ones(2, 2), torch.ones(3, 4).t(), torch.ones(3, dtype=torch.bool), torch.ones(3 << 20)):
+        in_memory.append(world.sum_in_memory(tensor.clone()))
+        if tensor.is_contiguous() and tensor.dtype is not torch.bool:
+            found.append(world.all_reduce(tensor.clone(), "mean").sum().item() == tensor.numel())
+    world.close()
+    return [*in_memory, all(found)]
+
+
+def test_tensors_that_do_not_fit_go_over_gloo() -> None:
+    assert run_on_ranks(2, sums_over_gloo) == [[True, False, False, False, True]] * 2
+
+
+def different_tensors() -> str:
+    world = World.from_environment("cpu")
+    try:
+        world.sum_in_memory(torch.ones(2 + world.rank))
+    except DesyncError as error:
+        return str(error)
+    finally:
+        world.barrier()
+        world.close()
+    return ""
+
+
+def test_ranks_that_add_different_tensors_are_reported() -> None:
+    first, second = run_on_ranks(2, different_tensors)
+    assert "rank 1 adds 12 bytes" in first
+    assert "rank 0 adds 8 bytes" in second
 
 
 # ---- one process that plays all ranks --------------------------------------------------------------------------------
