@@ -175,7 +175,7 @@ class DDPStrategy(Strategy):
         self._ddp = Replica(self._adapter, **{**self._arguments, "init_sync": False})
         if hook is not None:
             self.gradients = hook.register(self._ddp, module)
-        elif self.world.device.type == "cpu":
+        elif self.world.sums_in_memory:
             self._ddp.average_by(self.world)
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
@@ -321,7 +321,7 @@ class Replica(nn.parallel.DistributedDataParallel):
         return parameters, is_sparse
 
     def average_by(self, world: World) -> None:
-        """Average buckets through the memory that the ranks of a node share, where they have some."""
+        """Average buckets through the memory that the ranks share."""
         if hasattr(self, "reducer") and not self._has_sparse:
             self.register_comm_hook(world, _average_in_memory)
 

@@ -270,8 +270,6 @@ class TensorSums:
         self._stride = TENSOR_BYTES // (board.num_ranks * _TURNS) // _ALIGNMENT * _ALIGNMENT
         self.most_bytes = self._stride - _ALIGNMENT
         """The largest tensor in bytes."""
-        with torch.inference_mode(False):
-            self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._number = 0
         # By turn, dtype and number of elements: buckets of gradients have the same in each step.
         self._rows: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
@@ -310,7 +308,12 @@ class TensorSums:
     def _parts(self, turn: int, dtype: torch.dtype, count: int) -> list[Tensor]:
         """Return the parts of all ranks as tensors, and keep them for the next sum of this kind."""
         begins = [self._head(index, turn) + _ALIGNMENT for index in range(self._board.num_ranks)]
-        rows = [self._bytes[begin : begin + count * dtype.itemsize].view(dtype) for begin in begins]
+        rows = [
+            torch.frombuffer(self._memory, dtype=dtype, count=count, offset=begin)
+            if count
+            else torch.empty(0, dtype=dtype)
+            for begin in begins
+        ]
         if len(self._rows) == _KINDS_KEPT:
             self._rows.clear()
         self._rows[turn, dtype, count] = rows

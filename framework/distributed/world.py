@@ -265,21 +265,26 @@ class World:
             return self._board[0].post(numbers)
         return _OverGloo(torch.tensor(numbers, dtype=torch.float64), self._control[0])
 
-    def sum_in_memory(self, tensor: Tensor, factor: float = 1.0) -> bool:
-        """Replace a tensor by the sum of ``factor`` times it through the memory that the ranks share. Collective.
-
-        Return False, without communication, where that is not possible: on several nodes, for a tensor on another
-        device than the CPU, and for a large one.
-        """
-        if tensor.device.type != "cpu" or self.is_alone:
+    @property
+    def sums_in_memory(self) -> bool:
+        """Whether ``sum_in_memory`` sums tensors that are not too large. Collective the first time."""
+        if self.is_alone or self.device.type != "cpu":
             return False
         refuse_aside()
         if not self._control:
             self._join_control()
-        sums = self._board[0].tensors if self._board else None
-        if sums is None or tensor.layout is not torch.strided or tensor.dtype is torch.bool:
+        return bool(self._board) and self._board[0].tensors is not None
+
+    def sum_in_memory(self, tensor: Tensor, factor: float = 1.0) -> bool:
+        """Replace a tensor by the sum of ``factor`` times it through the memory that the ranks share. Collective.
+
+        Return False, without communication, where that is not possible: ranks on several nodes or on other devices than
+        CPUs, and a large tensor.
+        """
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.dtype is torch.bool:
             return False
-        if tensor.nbytes > sums.most_bytes or not tensor.is_contiguous():
+        sums = self._board[0].tensors if self.sums_in_memory else None
+        if sums is None or tensor.nbytes > sums.most_bytes or not tensor.is_contiguous():
             return False
         sums.add(tensor, factor)
         return True

@@ -22,6 +22,7 @@ from phalanx.framework.core import registry
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.core.size_text import size_text
+from phalanx.framework.distributed.shared_memory_reduce import TensorSums
 from phalanx.framework.memory.available_memory import Memory, available_memory, host_memory
 from phalanx.framework.memory.formulas import ModelSize, Ranks, footprint
 from phalanx.framework.memory.measure import (
@@ -180,8 +181,11 @@ def held_by_a_rank(name: str, precision: str, window: int) -> tuple[int, int, in
 
 
 def live_bytes() -> int:
+    """Count the bytes of this process's tensors, without those of the memory that ranks share, which has a limit."""
     gc.collect()
     sizes = {}
+    shared = [one for one in gc.get_objects() if isinstance(one, TensorSums)]
+    rows = {row.untyped_storage().data_ptr() for sums in shared for each in sums._rows.values() for row in each}
     for found in (one for one in gc.get_objects() if issubclass(type(one), Tensor)):
         # Those of an earlier test's compiled code, which torch keeps, have no data.
         if isinstance(found, FakeTensor):
@@ -190,7 +194,7 @@ def live_bytes() -> int:
             local: Any = getattr(tensor, "_local_tensor", tensor)
             if local is not None and local.device.type == "cpu":
                 sizes[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return sum(sizes.values())
+    return sum(size for place, size in sizes.items() if place not in rows)
 
 
 @pytest.mark.parametrize(
