@@ -62,6 +62,9 @@ _ELSEWHERE = {
 class DDPStrategy(Strategy):
     """Replicates the model and averages gradients.
 
+    Processes on the CPUs of one machine average buckets of gradients through shared memory, which takes up to 32 MiB on
+    the machine, and larger buckets over Gloo. The processes of several nodes average over Gloo, and GPUs over NCCL.
+
     Keyword arguments go to ``torch.nn.parallel.DistributedDataParallel`` (``find_unused_parameters``,
     ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...).
 
