@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..framework.api.callback import Callback
+from ..framework.api.callback import Callback, save_while_training
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.intervals import Due, Interval
 from ..framework.huggingface.harness_tasks import HarnessTasks
@@ -113,8 +113,8 @@ class Evaluate(Callback):
         return super().wants(hook)
 
     def check(self, trainer: TrainerView, stage: str) -> None:
-        saves = any(callback.saved_checkpoints is not None for callback in trainer.callbacks)
-        if self.aside and stage == "fit" and not saves and not trainer.fast_dev_run:
+        saves = save_while_training(trainer.callbacks) or trainer.fast_dev_run
+        if self.aside and stage == "fit" and not saves:
             raise ConfigurationError("Evaluate(aside=True) evaluates checkpoints: add a ModelCheckpoint to callbacks.")
 
     def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:
@@ -128,7 +128,7 @@ class Evaluate(Callback):
             if trainer.is_global_zero and not trainer.fast_dev_run:
                 self._process = EvaluationProcess(trainer.run_dir, self._arguments, self.device)
             return
-        # It begins at the step of a resumed fit, which was evaluated before its checkpoint was saved.
+        # A resumed fit counts from its step, which was evaluated before its checkpoint was saved.
         self._due = None if self._interval.unit == "epochs" else Due(self._interval, trainer, self.state_key)
         # Those of the checkpoint, for callbacks that read them before the next evaluation.
         metrics = trainer.run.metrics

@@ -137,6 +137,7 @@ class ModelCheckpoint(Callback):
     monitors = True
     collective = True
     runs_last = True
+    only_after_errors = False
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class SavedAfterError:
     monitor: None = None
     dirpath: None = None
     keep_local: None = None
+    only_after_errors: bool = True
 
     @property
     def saves_into(self) -> tuple[Path, Callable[[str], bool]]:
@@ -53,8 +54,8 @@ class OnExceptionCheckpoint(Callback):
     - On several ranks, the rank that fails first saves. The generators and the values logged in the epoch so far by the
       other ranks are not known to it: a resumed fit has the same weights, optimizers and order of batches, but other
       random numbers, and epoch means begin at the checkpoint.
-    - Nothing is saved, with a message, if the error comes before the first step or while an update is applied, and
-      after a preemption, which saves a checkpoint of its own.
+    - Nothing is saved, with a message, if the error comes before the first step or while an update is applied. Nothing
+      is saved after a preemption either, which saves a checkpoint of its own.
     - On several ranks the save takes at most 15 seconds. The other ranks end within 2 seconds afterwards.
     - A fit with ``ckpt_path="auto"`` or ``"last"`` finds the checkpoint in ``dirpath`` if the Trainer has this callback
       again.

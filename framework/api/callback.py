@@ -175,6 +175,12 @@ def wanted(callbacks: Sequence[Callback], hook: str) -> tuple[Callable[..., Any]
     return tuple(getattr(callback, hook) for callback in callbacks if callback.wants(hook))
 
 
+def save_while_training(callbacks: Iterable[CallbackContract]) -> bool:
+    """Whether one of the callbacks saves checkpoints while training goes well."""
+    records = [callback.saved_checkpoints for callback in callbacks if callback.runs_last]
+    return any(saved is None or not saved.only_after_errors for saved in records)
+
+
 def saved_by(callbacks: Iterable[CallbackContract]) -> list[SavedCheckpoints]:
     """Return the records of the callbacks that save checkpoints, in their order."""
     return [saved for callback in callbacks if (saved := callback.saved_checkpoints) is not None]

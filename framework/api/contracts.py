@@ -52,6 +52,10 @@ class SavedCheckpoints(Protocol):
     @property
     def dirpath(self) -> str | None: ...
     @property
+    def only_after_errors(self) -> bool:
+        """Whether nothing is saved while training goes well."""
+
+    @property
     def saves_into(self) -> tuple[Path, Callable[[str], bool]] | None:
         """The directory that the user gave, and a predicate for the names saved there; None for the run's own."""
 

@@ -61,7 +61,7 @@ _MOST_WAITING = 4
 class BackgroundDeletion:
     """A queue of hidden directories that a thread deletes in order. The thread ends when the queue is empty.
 
-    Only directories that already have a hidden name are accepted: a process killed at any instant leaves hidden
+    A directory gets its hidden name before it enters the queue: a process killed at any instant leaves hidden
     directories, which ``clean_leftovers`` deletes when the run is continued, and never a visible checkpoint that lacks
     files.
     """

@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from string import Formatter
 from typing import Any
 
 from ..core.errors import ConfigurationError, is_count
 from ..metrics.monitor import is_better, missing_metric
-from ..system.atomic_files import storage_error, sync_directory
 
 
 class BestK:
@@ -192,32 +189,6 @@ class Retention:
 
     def _is_nth(self, number: int) -> bool:
         return self.every_nth > 0 and number % self.every_nth == 0
-
-
-def link_files(source: Path, target: Path) -> None:
-    """Fill the empty directory ``target`` with the files of ``source``, and sync it.
-
-    Uses hard links: files of a checkpoint never change once written, so both directories can share them, and either can
-    be deleted. If links are not possible, the files are copied.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    try:
-        for file in sorted(source.iterdir()):
-            _link_or_copy(file, target / file.name)
-        sync_directory(target)
-    except OSError as error:
-        raise storage_error("writing", target, error) from error
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------

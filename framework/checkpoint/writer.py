@@ -3,8 +3,9 @@
 "Complete" means a valid manifest, and every file that it names with its full size. A save has three steps on every
 rank, whose order ensures durability:
 
-    begin    Collective. Ranks agree on the rank that writes each box. Rank 0 makes a hidden directory beside the
-             target, on the same file system, so that a rename can publish it; no reader looks into hidden directories.
+    begin    Collective. Ranks agree on the rank that writes each box. Rank 0, or with ``nodes`` the first rank of each
+             node, makes a hidden directory beside the target, on the same file system, so that a rename can publish
+             it; no reader looks into hidden directories.
     write    No collective. Ranks write their tensor files, if any, into the hidden directory and sync them.
     finish   Collective. Rank 0 gathers the outcomes. If all ranks succeeded it
              1. writes the manifest, with a checksum of every file, last: without it nothing counts as a checkpoint;
@@ -39,7 +40,7 @@ from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, Stor
 from ..distributed.world import World
 from ..storage.cached_url import local_place, url_of
 from ..storage.mirror import after_change
-from ..system.atomic_directories import HiddenDirectory, remove_tree, replace_directory
+from ..system.atomic_directories import HiddenDirectory, link_files, remove_tree, replace_directory
 from ..system.atomic_files import absolute, storage_error, write_synced
 from ..system.provenance import own_version
 from .deletion import BackgroundDeletion
@@ -47,7 +48,6 @@ from .finite_check import is_finite
 from .host_memory import HostPieces
 from .manifest import JSON, MANIFEST, MODEL, RANKS, Box, Manifest, Part, TensorRecord, dump, is_ours, parse, text_of
 from .node_folders import NodeFolders
-from .retention import link_files
 from .safetensors_header import FileRecord, Segment
 from .safetensors_io import StreamedFile, code_of, size_of, write_tensor_file
 from .write_plan import Assignment, CheckpointContents, Plan, assign, plan_of
@@ -56,7 +56,7 @@ from .write_plan import Assignment, CheckpointContents, Plan, assign, plan_of
 @names_arguments
 def save(
     path: str | os.PathLike[str],
-    snapshot: CheckpointContents,
+    contents: CheckpointContents,
     world: World,
     sharded: bool = False,
     *,
@@ -74,7 +74,7 @@ def save(
 
     Args:
         path: the checkpoint; with ``nodes`` in the folder of this rank's node, under the same name on all of them.
-        snapshot: this rank's contents.
+        contents: those of this rank.
         world: the ranks.
         sharded: whether every rank writes.
         also: a second name, published after the first; they share their bytes, and either can be deleted.
@@ -90,7 +90,7 @@ def save(
     """
     pending = Save(
         path,
-        snapshot,
+        contents,
         world,
         sharded,
         also=also,
@@ -128,7 +128,7 @@ class Save:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        snapshot: CheckpointContents,
+        contents: CheckpointContents,
         world: World,
         sharded: bool = False,
         *,
@@ -141,7 +141,7 @@ class Save:
         # Not resolved: a link at the end of the path is replaced itself, never its target.
         self.path = absolute(local_place(path))
         self._also = None if also is None else absolute(local_place(also))
-        self._contents = snapshot
+        self._contents = contents
         self._world = world
         self._sharded = sharded
         self._finite = finite

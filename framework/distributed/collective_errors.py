@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from ..core.errors import CheckpointError, PhalanxError
+from ..core.errors import CheckpointError, PhalanxError, StorageError
 from .world import World
 
 T = TypeVar("T")
@@ -35,13 +35,20 @@ def on_all_ranks(world: World, function: Callable[[], T]) -> T:
 
 
 def on_rank_zero(world: World, function: Callable[[], T]) -> T:
-    """Run a function on rank 0 and return its result, or raise its error, on all ranks. Collective."""
+    """Run a function on rank 0 and return its result, or raise its error, on all ranks. Collective.
+
+    Raises:
+        StorageError: an ``OSError`` on rank 0.
+        PhalanxError: the error that the function raised.
+    """
     outcome: tuple[T | None, PhalanxError | None] = (None, None)
     if world.is_global_zero:
         try:
             outcome = (function(), None)
         except PhalanxError as error:
             outcome = (None, error)
+        except OSError as error:
+            outcome = (None, StorageError(f"rank 0 could not read or write: {error}."))
     result, failure = world.broadcast_object(outcome)
     if failure is not None:
         raise failure

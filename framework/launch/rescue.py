@@ -8,9 +8,8 @@ from pathlib import Path
 
 from ..checkpoint.inspection import furthest, newest_complete
 from ..checkpoint.manifest import Manifest, read_manifest, run_of
-from ..checkpoint.retention import link_files
 from ..core.errors import PhalanxError
-from ..system.atomic_directories import HiddenDirectory, replace_directory
+from ..system.atomic_directories import HiddenDirectory, link_files, replace_directory
 from .restart_policy import memory_link
 
 _TARGET = "target"

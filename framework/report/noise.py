@@ -13,7 +13,8 @@ _QUANTILES = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-_NORMAL_QUANTILE = 1.960
+# The same quantile of the normal distribution.
+_NORMAL = 1.959964
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def _judge_apart(new: Sequence[float], old: Sequence[float], mode: str) -> Judge
     if squares == 0:
         return _unknown(difference, "all seeds give the same values: call seed_everything in the program")
     noise = _quantile(freedom) * math.sqrt(squares / freedom * (1 / len(new) + 1 / len(old)))
-    return _judged(difference, noise, mode, f"{len(new)} new and {len(old)} earlier runs with different seeds")
+    return _judged(difference, noise, mode, f"{len(new)} new and {len(old)} earlier runs, unpaired")
 
 
 def _judged(difference: float, noise: float, mode: str, basis: str) -> Judgement:
@@ -77,4 +78,9 @@ def _unknown(difference: float, reason: str) -> Judgement:
 
 
 def _quantile(freedom: int) -> float:
-    return _QUANTILES[freedom - 1] if freedom <= len(_QUANTILES) else _NORMAL_QUANTILE
+    if freedom <= len(_QUANTILES):
+        return _QUANTILES[freedom - 1]
+    # The first terms of the expansion around the normal distribution (Abramowitz and Stegun 1964, 26.7.5).
+    first = (_NORMAL**3 + _NORMAL) / 4
+    second = (5 * _NORMAL**5 + 16 * _NORMAL**3 + 3 * _NORMAL) / 96
+    return _NORMAL + first / freedom + second / freedom**2

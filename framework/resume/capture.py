@@ -122,14 +122,14 @@ class RunState:
         self._sections["model"] = {**model, **copies}
 
     def weights(self) -> CheckpointContents:
-        """Return a snapshot of the model and its hyperparameters."""
+        """Return the model and its hyperparameters."""
         document, sections = {**self._document, "weights_only": True}, dict(self._sections)
         if extra := extra_state(self.holders.module):
             document["state"], sections["state"] = self.holders.encoded({"extra": extra})
         return CheckpointContents(sections, document, buffers=self._buffers, left_out=self._unsaved)
 
     def training(self) -> CheckpointContents:
-        """Return a snapshot of the entire state except that of this rank alone; calls ``on_save_checkpoint``."""
+        """Return the entire state except that of this rank alone; calls ``on_save_checkpoint``."""
         user = UserEntries("on_save_checkpoint")
         for hook in self._user_hooks:
             hook(user)

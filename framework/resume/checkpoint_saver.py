@@ -148,13 +148,13 @@ class Saver:
         notes: list[str] = []
         error: BaseException | None = None
         with run.heartbeat.section("save"):
-            snapshot = capture_run(run, self._windows, run.seed, request.weights_only)
+            contents = capture_run(run, self._windows, run.seed, request.weights_only)
             request.step = run.progress.global_step
             if request.asynchronous:
-                self._write_behind(request, snapshot)
+                self._write_behind(request, contents)
                 return
             try:
-                self._write(request, snapshot, run.world, notes, lambda: False)
+                self._write(request, contents, run.world, notes, lambda: False)
             except PhalanxError as met:
                 error = met
         self._handle_result(request, error, notes)
@@ -213,23 +213,23 @@ class Saver:
             self._apart.close()
         self._apart = None
 
-    def _write_behind(self, request: SaveRequest, snapshot: CheckpointContents) -> None:
+    def _write_behind(self, request: SaveRequest, contents: CheckpointContents) -> None:
         self.prepare()
         run, apart = self._run, self._apart
         assert apart is not None
         if self.sharded or run.world.is_global_zero:
             state = run.strategy.state
-            snapshot = self._staging.take(snapshot, [state.stepping_optimizer(one) for one in run.optimizers])
+            contents = self._staging.take(contents, [state.stepping_optimizer(one) for one in run.optimizers])
         else:
             # Rank 0 writes for all ranks. This rank needs no copy of its state, which training may change now.
-            snapshot = self._staging.take(CheckpointContents({}, None, snapshot.rank_document))
+            contents = self._staging.take(CheckpointContents({}, None, contents.rank_document))
         self._number += 1
         number, notes = self._number, list[str]()
         work: SaveThread | None = None
 
         def write() -> None:
             self._staging.finish()
-            self._write(request, snapshot, apart, notes, lambda: work is not None and work.given_up)
+            self._write(request, contents, apart, notes, lambda: work is not None and work.given_up)
 
         def over() -> None:
             # Runs in the saving thread, which must not call ``finish``: the main thread may be in a collective.
@@ -242,7 +242,7 @@ class Saver:
     def _write(
         self,
         request: SaveRequest,
-        snapshot: CheckpointContents,
+        contents: CheckpointContents,
         world: World,
         notes: list[str],
         given_up: Callable[[], bool],
@@ -253,7 +253,7 @@ class Saver:
             request.make_room()
         save(
             request.path,
-            snapshot,
+            contents,
             world,
             self.sharded,
             also=request.also,

@@ -71,7 +71,7 @@ class EndedFit:
             StorageError: on all ranks; the checkpoint could not be written.
         """
 
-        def snapshot() -> CheckpointContents:
+        def contents() -> CheckpointContents:
             if self._refusal is not None:
                 raise self._refusal
             assert self._state is not None
@@ -79,7 +79,7 @@ class EndedFit:
                 return self._state.weights()
             return replace(self._state.training(), rank_document=self._rank_document)
 
-        found = on_all_ranks(self._world, snapshot)
+        found = on_all_ranks(self._world, contents)
         save(path, found, self._world, self._sharded, finite=f"at optimizer step {self._step}")
 
     @property

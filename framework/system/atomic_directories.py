@@ -188,3 +188,29 @@ def remove_tree(path: Path) -> None:
 def _check_directory(path: Path) -> None:
     if not stat.S_ISDIR(path.lstat().st_mode):
         raise StorageError(f"{str(path)!r} is a link or a file; only a directory of its own is deleted.")
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Fill the empty directory ``target`` with the files of ``source``, and sync it.
+
+    Uses hard links: files of a checkpoint never change once written, so both directories can share them, and either can
+    be deleted. If links are not possible, the files are copied.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        for file in sorted(source.iterdir()):
+            _link_or_copy(file, target / file.name)
+        sync_directory(target)
+    except OSError as error:
+        raise storage_error("writing", target, error) from error
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ..api.callback import save_while_training
 from ..checkpoint.node_folders import NodeFolders
 from ..checkpoint.reader import open_on_all_ranks
 from ..core.errors import ConfigurationError
@@ -102,7 +103,8 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
     """
     settings, module = session.settings, request.module
     run = _begin(session, request, "fit")
-    if settings.given.nonfinite == REWIND and session.checkpoint_callback is None and not settings.fast_dev_run:
+    saves = save_while_training(session.callbacks) or settings.fast_dev_run
+    if settings.given.nonfinite == REWIND and not saves:
         raise ConfigurationError(
             "nonfinite='rewind' goes back to a checkpoint, and this Trainer saves none: leave enable_checkpointing on, "
             "or add a ModelCheckpoint."

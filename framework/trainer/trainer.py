@@ -573,12 +573,14 @@ class Trainer(RankProperties):
             weights_only: save only the model; no run can be resumed from such a checkpoint.
             asynchronous: return once the state is copied, and write it in the background. At most one save is pending:
                 the next save and the end of the fit wait for it. A failure is reported at the step after it is known,
-                and training continues; the third failure in a row ends the run.
+                and training continues; the third failure in a row ends the run. A save after a fit is written before
+                the method returns.
             storage_options: must be None; Lightning has the argument.
 
         Raises:
-            ConfigurationError: there is no state to save: no fit has ended, or it has ended with an error, or in ranks
-                that were forked, or an evaluation has loaded other weights since then.
+            ConfigurationError: the call is within an optimizer step, or there is no state to save: no fit has ended, or
+                it has ended with an error, or in ranks that were forked, or an evaluation has loaded other weights
+                since then.
             NonFiniteError: a weight is NaN or infinite; no checkpoint was written.
             StorageError: the checkpoint could not be written; an existing one is unchanged.
         """

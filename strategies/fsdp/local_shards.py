@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def _is_about_values(record: logging.LogRecord) -> bool:
-    """Return False for torch's warning that a tensor is gathered along one axis after another: values are the same."""
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Return False for torch's warning that it gathers a tensor along one axis after another: no value changes."""
     return not (record.msg.startswith("While redistributing") and "all_gather" in (record.args or ()))
 
 
 # Full tensors are gathered from parts of parts, once at the end of a run.
-logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_values)
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_shown)
 
 
 def local_of(tensor: Tensor) -> Tensor:

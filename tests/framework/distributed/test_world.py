@@ -15,7 +15,8 @@ from messages import refuses
 from ranks import run_on_ranks
 from torch.profiler import ProfilerActivity, profile
 
-from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.core.errors import ConfigurationError, StorageError, UnknownNameError
+from phalanx.framework.distributed.collective_errors import on_rank_zero
 from phalanx.framework.distributed.world import World, placement
 from phalanx.framework.system.environment import rank_environment
 from phalanx.framework.system.launcher_env import Placement, check_devices, first_host, read_placement
@@ -301,3 +302,26 @@ def placement_in_a_group(num_nodes: int) -> Placement:
 def test_a_group_that_exists_is_believed_before_the_environment() -> None:
     assert run_on_ranks(2, placement_in_a_group, 1) == [Placement(r, 2, r, 2, 0, 1) for r in range(2)]
     assert run_on_ranks(2, placement_in_a_group, 2) == [Placement(r, 2, 0, 1, r, 2) for r in range(2)]
+
+
+def with_an_error_on_rank_zero() -> str:
+    world = World.from_environment("cpu")
+
+    def write() -> None:
+        raise OSError(28, "No space left on device", "/checkpoints/mark")
+
+    try:
+        on_rank_zero(world, write)
+    except StorageError as error:
+        return str(error)
+    finally:
+        world.barrier()
+        world.close()
+    return ""
+
+
+def test_all_ranks_hear_that_rank_0_could_not_write() -> None:
+    assert (
+        run_on_ranks(2, with_an_error_on_rank_zero)
+        == ["rank 0 could not read or write: [Errno 28] No space left on device: '/checkpoints/mark'."] * 2
+    )

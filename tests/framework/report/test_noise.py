@@ -6,6 +6,7 @@ import math
 from statistics import fmean, stdev
 
 import pytest
+from scipy import stats  # type: ignore[import-untyped]
 
 from phalanx.framework.report.noise import BETTER, WITHIN_NOISE, WORSE, judge
 
@@ -21,6 +22,14 @@ def test_pairs_of_runs_with_the_same_seed_cancel_what_the_seed_does(mode: str, v
     assert found.difference == pytest.approx(fmean(differences))
     assert found.noise == pytest.approx(4.303 * stdev(differences) / math.sqrt(3))
     assert judge({seed + 10: value for seed, value in new.items()}, old, mode).verdict == WITHIN_NOISE
+
+
+@pytest.mark.parametrize("freedom", [29, 30, 31, 32, 60, 500])
+def test_the_limit_is_that_of_the_t_test_for_any_number_of_seeds(freedom: int) -> None:
+    differences = [(-1.0) ** seed * (1 + seed / 7) for seed in range(freedom + 1)]
+    found = judge(dict(enumerate(differences)), dict.fromkeys(range(freedom + 1), 0.0), "min")
+    expected = stats.t.ppf(0.975, freedom) * stdev(differences) / math.sqrt(freedom + 1)
+    assert found.noise == pytest.approx(expected, rel=3e-4)
 
 
 def test_one_run_is_held_against_the_spread_of_the_others() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from phalanx import Trainer, TrainModule
-from phalanx.callbacks import ModelCheckpoint
+from phalanx.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from phalanx.framework.core.errors import ConfigurationError, NonFiniteError
 from phalanx.framework.resume import rewind
 
@@ -241,7 +241,9 @@ def test_a_run_without_a_checkpoint_ends_with_what_to_do(tmp_path: Path) -> None
         trainer.fit(Failing("one_sample"), DataLoader(TensorDataset(torch.arange(float(SAMPLES))[:, None]), 2))
 
 
-def test_a_run_that_saves_nothing_is_refused(tmp_path: Path) -> None:
-    trainer = silent_trainer(nonfinite="rewind", max_epochs=1)
+@pytest.mark.parametrize("only_after_errors", [False, True])
+def test_a_run_that_saves_nothing_is_refused(tmp_path: Path, only_after_errors: bool) -> None:
+    callbacks = [OnExceptionCheckpoint(tmp_path)] * only_after_errors
+    trainer = silent_trainer(nonfinite="rewind", max_epochs=1, callbacks=callbacks)
     with pytest.raises(ConfigurationError, match="this Trainer saves none"):
         trainer.fit(Failing("one_sample"), DataLoader(TensorDataset(torch.arange(float(SAMPLES))[:, None]), 2))
