@@ -32,6 +32,7 @@ from types import ModuleType
 from typing import Any
 
 import cuda_machine
+import pytest
 from warm_python import NewPython, WarmPython
 
 TESTS = Path(__file__).parent
@@ -49,6 +50,16 @@ _FOREIGN_VARIABLES = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "CUBLAS_WORKSPACE_CONFIG",
 }
+
+
+@contextlib.contextmanager
+def over_gloo() -> Iterator[None]:
+    """Sum over gloo within the context, where profilers see it, and not through the memory that ranks share."""
+    from phalanx.framework.distributed.world import World
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "sums_in_memory", False)
+        yield
 
 
 def run_on_ranks(

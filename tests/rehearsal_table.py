@@ -20,7 +20,7 @@ from language_model import attention
 from live_memory import LiveMemory
 from marked_pages import write_table
 from models import silent_trainer
-from ranks import close_pools, run_on_ranks
+from ranks import close_pools, over_gloo, run_on_ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -256,7 +256,8 @@ def measured(case: Case) -> tuple[int, Counts]:
         if trainer.global_step == 2:
             memory.counts_collectives = False
 
-    with memory:
+    # As on several nodes and on GPUs, which the rehearsal is for.
+    with over_gloo(), memory:
         trainer = silent_trainer(
             strategy=case.strategy,
             devices=case.ranks,

@@ -15,6 +15,7 @@
     ├── NonFiniteError                           1   a loss or gradient that is NaN or infinite
     ├── DesyncError                              1   ranks that are not at the same step
     └── RankError                                1   a rank of a launched function failed
+        └── LostRankError                        1   a rank for which this one waits has ended
 
 Every message says what was given, the rule, and the next step.
 """
@@ -113,6 +114,10 @@ class DesyncError(PhalanxError):
 
 class RankError(PhalanxError):
     """A rank of a launched function failed."""
+
+
+class LostRankError(RankError):
+    """A rank for which this one waits has ended. Its own error, if it has one, is the cause."""
 
 
 def add_hint(error: BaseException, text: str) -> None:

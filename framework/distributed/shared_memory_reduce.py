@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.errors import DesyncError, RankError
+from ..core.errors import DesyncError, LostRankError, RankError
 from ..system.processes import is_running
 
 CAPACITY = 32
@@ -209,7 +209,9 @@ class Board:
                 continue
             # The rank may have written after the last poll, before it left.
             if self._bytes[self._left_at(index)] and look() is None:
-                raise RankError(f"{self._title(index)} has left, and rank {self._node.ranks[self.index]} waits for it.")
+                raise LostRankError(
+                    f"{self._title(index)} has left, and rank {self._node.ranks[self.index]} waits for it."
+                )
             now = time.monotonic()
             since, asked = since or now, asked or now
             if now - asked > _ASK_SECONDS:
@@ -221,7 +223,7 @@ class Board:
     def _check_alive(self, index: int, waited: float) -> None:
         pid = self._node.pids[index]
         if not is_running(pid):
-            raise RankError(f"{self._title(index)} is gone, and rank {self._own_rank} waits for it.")
+            raise LostRankError(f"{self._title(index)} is gone, and rank {self._own_rank} waits for it.")
         if waited > _LIMIT_SECONDS:
             beyond = ", or a rank of another node has kept both" if self._column is not None else ""
             raise RankError(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..core.errors import Preempted
+from ..core.errors import LostRankError, Preempted
 from ..report.verdicts import headline
 from ..system.failure_records import INTERRUPTED
 from .launch_context import NodeName
@@ -22,8 +22,8 @@ KEEP_ALIVE_ATTEMPTS = 5
 """A launcher that gives no sign of life for so many of these intervals is lost, or cut off."""
 STOPPED = frozenset({Preempted.exit_code, INTERRUPTED})
 """Exit codes of ranks that have ended since they were asked to."""
-# In the errors of ranks that lost the connection to another one: gloo's, which have no class of their own, and NCCL's.
-_LOST_PEER = ("gloo/transport", "DistBackendError", "DistNetworkError")
+# In the errors of ranks that lost another one: gloo's, which have no class of their own, NCCL's, and phalanx's own.
+_LOST_PEER = ("gloo/transport", "DistBackendError", "DistNetworkError", LostRankError.__name__)
 
 
 def silent_seconds() -> float:

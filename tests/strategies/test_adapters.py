@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapted_models import VARIANTS, Adapted, by_hand, frozen_of, row_loader, rows
 from models import silent_trainer
-from ranks import run_on_ranks
+from ranks import over_gloo, run_on_ranks
 from torch.profiler import ProfilerActivity, profile
 
 STEPS, GLOBAL_BATCH = 4, 12
@@ -90,7 +90,7 @@ def sent(strategy: str, steps: int) -> tuple[Counter[str], int, int]:
     """Train; return the bytes of each collective, the gradients of frozen parameters, and the elements with state."""
     module = Watched()
     trainer = silent_trainer(strategy=strategy, devices=2, max_steps=steps)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+    with over_gloo(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         trainer.fit(module, row_loader(8 * steps, 4))
     found: Counter[str] = Counter()
     for event in seen.profiler.kineto_results.events():
