@@ -34,6 +34,7 @@ class WeightAveraging(Callback):
     - Memory: 4 bytes for each trained parameter of which the rank holds a shard or a master copy, and during validation
       the size of the weights in their own dtype in addition.
     - Frozen parameters are not averaged. A parameter that is unfrozen is added at the start of the next epoch.
+    - With a schedule-free optimizer, the weights used for training are averaged.
     - Checkpoints contain the current weights in the section "model" and the average in the section "averages".
 
     Args:

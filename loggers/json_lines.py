@@ -35,7 +35,8 @@ class JSONLinesLogger(FileLogger):
     Args:
         save_dir: root directory of the files; default: the run's.
         name: the experiment's name; ``""`` omits this directory level; default: the run's.
-        version: a number, or the directory's name; default: the run's, or the next free one.
+        version: a number, or the directory's name; default: the run's, or the next free one. Like an empty name, it
+            applies only to the logger's files, not to checkpoints.
         prefix: prepended to the key of every metric, with ``-`` between.
     """
 

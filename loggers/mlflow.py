@@ -37,10 +37,11 @@ _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 class MLFlowLogger(RemoteLogger):
     """Record metrics, hyperparameters, media and checkpoints in a run of MLflow.
 
-    ``experiment`` is MLflow's ``MlflowClient``, and ``run_id`` the run that it is used with. While the server cannot be
-    reached, records are kept in ``mlflow.jsonl`` in the run's directory and sent later. A run that resumes continues
-    the same run of MLflow. Images are shown by MLflow; tables, texts and histograms are stored as artifacts in
-    ``media/``. Parameters of MLflow cannot be changed: other values of the same names are left out, with a message.
+    ``experiment`` is MLflow's ``MlflowClient``, and ``run_id`` the run that it is used with. Reading them waits until
+    the server responds. While the server cannot be reached, records are kept in ``mlflow.jsonl`` in the run's directory
+    and sent later. A run that resumes continues the same run of MLflow. Images are shown by MLflow; tables, texts and
+    histograms are stored as artifacts in ``media/``. Parameters of MLflow cannot be changed: other values of the same
+    names are left out, with a message.
 
     Args:
         experiment_name: the experiment's name, created if it does not exist.

@@ -33,7 +33,8 @@ class TensorBoardLogger(FileLogger):
     Args:
         save_dir: root directory of the files; default: the run's.
         name: the experiment's name; ``""`` omits this directory level; default: the run's.
-        version: a number, or the directory's name; default: the run's, or the next free one.
+        version: a number, or the directory's name; default: the run's, or the next free one. Like an empty name, it
+            applies only to the logger's files, not to checkpoints.
         log_graph: whether ``log_graph`` records the graph; it needs the module's ``example_input_array``.
         default_hp_metric: record the placeholder ``hp_metric`` with hyperparameters that are logged without a metric;
             TensorBoard's table shows hyperparameters only with a metric.

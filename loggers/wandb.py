@@ -34,6 +34,7 @@ class WandbLogger(RemoteLogger):
     ``experiment`` is W&B's ``Run``. The horizontal axis of charts is ``trainer/global_step``. With ``offline=True``, or
     if there is no network or no API key, W&B keeps the run in a directory, and ``wandb sync`` sends it. A run that
     resumes continues the same run of W&B; offline, each process writes a directory of its own with the same id.
+    The console output is recorded only with ``settings=wandb.Settings(console="wrap")``.
 
     Args:
         name: the run's name; default: one that W&B invents.

@@ -70,7 +70,8 @@ class DDPStrategy(Strategy):
 
     Args:
         ddp_comm_hook: averages gradients in place of DDP under automatic optimization and in a Fabric, such as the
-            hooks of ``torch.distributed.algorithms.ddp_comm_hooks``: ``hook(state, bucket)`` returns a future.
+            hooks of ``torch.distributed.algorithms.ddp_comm_hooks``: ``hook(state, bucket)`` returns a future. It must
+            return the same values on all ranks. PowerSGD compresses only after ``start_powerSGD_iter`` steps.
         ddp_comm_state: the first argument of the hook, or a function without arguments that returns one for each
             module. Checkpoints do not hold it.
         ddp_comm_wrapper: makes another hook of the hook, such as torch's ``fp16_compress_wrapper``.

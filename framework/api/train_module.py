@@ -61,7 +61,8 @@ class TrainModule(HyperparametersMixin, nn.Module):
     """Whether a checkpoint must match exactly. If False, matching tensors are loaded and mismatches are reported."""
     save_frozen: bool = True
     """Whether checkpoints hold frozen parameters. If False, those that have the values with which the fit began are
-    left out, with a fingerprint: the module must be built with the same ones to load such a checkpoint."""
+    left out, with a fingerprint: the module must be built with the same ones to load such a checkpoint. Otherwise an
+    error names a parameter that differs."""
     checkpoint_renames: ClassVar[Mapping[str, str]] = {}
     """Renamed prefixes of parameter names, from those in checkpoints to the current ones: ``{"net": "body.net"}``."""
     example_input_array: Any = None
@@ -203,7 +204,8 @@ class TrainModule(HyperparametersMixin, nn.Module):
 
         Return a plan for ``torch.distributed.tensor.parallel.parallelize_module``, such as
         ``{"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}``, or call ``parallelize_module``
-        yourself and return None. Parameters have no data yet. Layers outside of the plan are computed
+        yourself and return None. In a name, ``*`` matches one part between dots. A style may also be a name of
+        transformers, such as ``"colwise"``. Parameters have no data yet. Layers outside of the plan are computed
         identically by all ranks of a group, which see the same batches. Attributes that are changed here stay changed
         after the run.
 
@@ -213,8 +215,9 @@ class TrainModule(HyperparametersMixin, nn.Module):
         raise NotImplementedError
 
     def configure_expert_parallel(self) -> Sequence[str | nn.Module]:
-        """Return the layers of experts for expert parallelism, as names of submodules (``*`` is a wildcard) or modules.
+        """Return the layers of experts for expert parallelism, as names of submodules or modules.
 
+        In a name, ``*`` is a wildcard that matches dots too.
         The parameters of such a layer are all stacked by expert, [experts, ...]. It is called as ``layer(hidden, index,
         weights)``: tokens [tokens, width], the numbers of their experts and the weights of these, both [tokens, top_k];
         and returns the weighted sums, [tokens, width]. The router is outside of the layer. Layers of models of
@@ -361,8 +364,9 @@ class TrainModule(HyperparametersMixin, nn.Module):
         (default: the first dimension of the batch's first tensor), or reduced by ``reduce_fx``: ``"mean"``, ``"sum"``,
         ``"min"``, ``"max"``. Defaults: in ``training_step`` the step, elsewhere the epoch. With both, the names get the
         suffixes ``_step`` and ``_epoch``. With ``rank_zero_only`` only rank 0 logs the name, and its value is used
-        for all ranks. ``sync_dist``, ``enable_graph``, ``sync_dist_group`` and ``metric_attribute`` are accepted for
-        modules written for Lightning, and change nothing.
+        for all ranks. Otherwise ranks that have data must log the same names in an epoch. ``sync_dist``,
+        ``enable_graph``, ``sync_dist_group`` and ``metric_attribute`` are accepted for modules written for Lightning,
+        and change nothing.
 
         Raises:
             MetricError: the value has a type that cannot be logged.

@@ -48,7 +48,8 @@ class Split(Optimizer):
     Args:
         named_parameters: pairs of a name and a parameter, such as ``self.named_parameters()``.
         optimizers: a function from a list of parameters to an optimizer for each pattern or tuple of patterns. Patterns
-            are those of the shell, in which ``*`` matches dots too. The first match applies, so the order matters.
+            are those of the shell, in which ``*`` matches dots too. The first match applies, so the order matters. An
+            optimizer may have several parameter groups.
 
     Attributes:
         optimizers: the optimizers, in the order of their patterns.

@@ -26,7 +26,8 @@ class CombinedLoader:
     - ``min_size``: a batch consists of one batch from each loader, in the structure of ``iterables``, until the
       shortest ends.
     - ``max_size``: until the longest ends; the batch of a loader that has ended is ``None``.
-    - ``max_size_cycle``: until the longest ends; loaders that end earlier start again.
+    - ``max_size_cycle``: until the longest ends; loaders that end earlier start again. Each loader needs at least one
+      batch for each rank.
     - ``sequential``: the batches of the first loader, then those of the second; for evaluation only.
 
     Iterating yields ``(batch, batch_idx, dataloader_idx)``; the last is 0 except in ``sequential`` mode.

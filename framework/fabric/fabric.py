@@ -448,7 +448,8 @@ class Fabric(RankProperties):
         """Prepare a module and its optimizers for training on many ranks. Collective.
 
         Returns the module, or ``(module, optimizer, ...)`` if optimizers were given, with a ``scheduler`` at the end,
-        which is set up as by ``setup_scheduler(scheduler, step_scheduler_with_optimizer=False)``.
+        which is set up as by ``setup_scheduler(scheduler, step_scheduler_with_optimizer=False)``. Under ``fsdp`` a
+        submodule may be called directly if all ranks call it.
 
         Raises:
             ConfigurationError: one of them was set up before, or the strategy does not support it.
@@ -661,6 +662,7 @@ class Fabric(RankProperties):
           loaders that are set up do.
         - Under a pipeline ``step`` runs several times for a micro-batch, on each rank up to the last block that the
           rank holds. It should have no effect other than its result.
+        - With ``ep``, a resumed run is bit-identical with this method, and may not be with ``backward``.
 
         Args:
             step: ``step(micro_batch)`` calls the set-up module and returns the loss, a scalar tensor that is a mean
@@ -704,6 +706,7 @@ class Fabric(RankProperties):
         Args:
             loss: a scalar tensor.
             model: the set-up module of the loss; needed only by strategies that hold one loss scale for each module.
+                For a loss that depends on several modules, pass the one whose optimizer steps next.
             weight: the number of items that the micro-batch's mean loss is over, such as non-padding tokens. The update
                 is then that of the mean over all items of the window and of all ranks. Pass it on all ranks or on none.
                 By default all micro-batches weigh the same. Where ranks share sequences (``cp``) it is required: the

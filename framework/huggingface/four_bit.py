@@ -86,7 +86,8 @@ def quantize_4bit(model: T, skip: Sequence[str] = ("lm_head",)) -> T:
         base = quantize_4bit(AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16))
         model = get_peft_model(base, LoraConfig(target_modules="all-linear"))
 
-    Embeddings, norms, layers tied to others and layers of classes derived from ``nn.Linear`` stay as they are.
+    Embeddings, norms, layers tied to others and layers of classes derived from ``nn.Linear`` stay as they are. If
+    embeddings are tied, save the weights of 4 bits with ``safetensors.torch.save_model``, not with ``save_file``.
 
     Args:
         model: a model, with its weights.

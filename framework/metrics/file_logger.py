@@ -23,7 +23,8 @@ class FileLogger(Logger):
 
     Each of the three parts can be given by the user and otherwise follows the run (``attach``). Before a run they are
     those of the Trainer, or without one the working directory and ``phalanx_logs``, and the next free version. A
-    directory with files of another run is never written to: the next free version is used instead.
+    directory with files of another run is never written to: the next free version is used instead. ``version`` and an
+    empty ``name`` apply only to the logger's files, not to the directory of checkpoints.
     """
 
     LOGGER_JOIN_CHAR = "-"

@@ -25,7 +25,8 @@ class SimpleProfiler(Profiler):
 
     The seconds of a section do not contain those of sections inside of it, so the shares add up to the entire fit;
     ``(other)`` is the rest. On a GPU, the host only queues operations: a section takes as long as queueing them, and
-    the wait for the device appears where the host reads from it.
+    the wait for the device appears where the host reads from it. The section ``callbacks`` includes the hooks of the
+    module.
 
     Args:
         dirpath: The directory of the files; by default ``profile`` in the directory of the run.

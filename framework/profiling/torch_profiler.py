@@ -17,7 +17,8 @@ class PyTorchProfiler(Profiler):
     """Trace some steps of a fit with ``torch.profiler.profile``: operations, kernels, and the sections of the fit.
 
     Each rank writes one file for each traced group of steps, ``fit-rank_<n>-step_<last step>.pt.trace.json``, which
-    TensorBoard's plugin, Perfetto (ui.perfetto.dev) and chrome://tracing open.
+    TensorBoard's plugin, Perfetto (ui.perfetto.dev) and chrome://tracing open. The section ``callbacks`` includes the
+    hooks of the module.
 
     Args:
         dirpath: The directory of the files; by default ``profile`` in the directory of the run.

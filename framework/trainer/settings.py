@@ -87,7 +87,9 @@ class TrainerSettings:
         'ranks along each axis of a mesh, ``{"tp": 2, "dp_shard": -1}`` or ``"tp=2,dp_shard=-1"``: ``dp_replicate`` '
         "replicas, ``dp_shard`` ranks that share a replica's state, ``cp`` that share its sequences, ``tp`` that share "
         "a layer's computation, ``pp`` with some of the layers, ``ep`` with some of the experts. One may be -1, which "
-        "takes the ranks that the others leave. A strategy refuses axes that it does not have.",
+        "takes the ranks that the others leave. A strategy refuses axes that it does not have. "
+        'With ``strategy="auto"``, ``pp`` selects ``pipeline``, ``dp_replicate=-1`` or ``dp_shard=1`` ``ddp``, other '
+        "``dp_*`` and ``ep`` ``fsdp``; with ``tp`` or ``cp`` alone it is ``ddp`` if the model fits, else ``fsdp``.",
     )
     devices: int | str | list[int] = _setting(
         "auto", 'ranks on each node: a number, a list of the indices of devices, or ``"auto"``.'
@@ -103,13 +105,15 @@ class TrainerSettings:
         "the parts that ``torch.compile`` compiles, in place and before the strategy wraps the module: True or "
         '``"blocks"``, the blocks that are repeated in a list of modules, or with True a module without such blocks '
         "whole; or a dict of its options ``mode``, ``backend``, ``dynamic``, ``fullgraph`` and ``options``, with "
-        '``"blocks": False`` for the module whole.',
+        '``"blocks": False`` for the module whole. A submodule that is compiled already stays as it is. The search for '
+        "the layer of a NaN and the summary of the model run in eager mode.",
     )
     memory: str | Mapping[str, str] | None = _setting(
         None,
         'how the repeated blocks of a module keep activations for the backward pass: ``"blocks"`` computes them again, '
         '``"selective"`` all but the results of matrix products and attention, ``"offload"`` keeps them in the memory '
-        "of the host; or a dict from patterns of the names of blocks to these words.",
+        "of the host; or a dict from patterns of the names of blocks to these words. "
+        'With ``"selective"``, attention that uses dropout is computed again too.',
     )
     logger: Any = _setting(None, "a ``Logger``, a name, or a list of these; True is TensorBoard, False none.")
     callbacks: Any = _setting(None, "a ``Callback``, a name, or a list of these.")
@@ -120,7 +124,8 @@ class TrainerSettings:
         None,
         'how long to train, in any unit: ``"2 epochs"``, ``"1000 steps"``, ``"1e9 tokens"``, ``"5e6 samples"`` or '
         '``"30 min"``. Tokens and samples are those of all ranks, counted by ``batch_weight``; training ends after the '
-        "step that reaches them. The first limit that is reached ends the fit.",
+        "step that reaches them. Resuming with such a limit from a checkpoint without their count raises an error. The "
+        "first limit that is reached ends the fit.",
         optional_interval,
     )
     max_epochs: int | str | None = _setting(
@@ -155,7 +160,8 @@ class TrainerSettings:
     val_check_interval: Any = _setting(
         None,
         "validate within an epoch: a fraction of it, a number of batches, or a time; or a text such as "
-        '``"1000 steps"``, ``"2 epochs"``, ``"1e6 tokens"`` or ``"30 min"``, counted over epochs.',
+        '``"1000 steps"``, ``"2 epochs"``, ``"1e6 tokens"`` or ``"30 min"``, counted over epochs. Validation starts at '
+        "the end of an optimizer step, so with gradient accumulation it may start a few batches late.",
         interval,
     )
     check_val_every_n_epoch: int | None = _setting(
@@ -194,22 +200,32 @@ class TrainerSettings:
         None,
         "samples of a forward and backward pass on one rank, of which as many run as the rank's part of the global "
         'batch takes; ``"auto"`` finds the size that fits into memory, ``"auto:8"`` from 8 samples on; None: the batch '
-        "size of the loader.",
+        'size of the loader. With ``"auto"``, a resumed run begins with the size in the checkpoint, and a run in which '
+        'one sample does not fit ends with an error. On a CPU prefer ``"auto:8"``, since the operating system may kill '
+        "the process before torch raises an error.",
     )
     gradient_clip_val: int | float | None = _setting(None, "clip gradients to this norm or value; 0 and None do not.")
     gradient_clip_algorithm: str | None = _setting(None, '``"norm"`` (default) or ``"value"``.')
     deterministic: bool | str | None = _setting(
         None, 'use deterministic algorithms; ``"warn"`` only warns where there is none.', deterministic
     )
-    benchmark: bool | None = _setting(None, "let cuDNN search for its fastest algorithms.", flag)
+    benchmark: bool | None = _setting(
+        None,
+        "let cuDNN search for its fastest algorithms. With True, a resumed run may not be bit-identical.",
+        flag,
+    )
     inference_mode: bool = _setting(
-        True, "evaluate under ``torch.inference_mode`` rather than ``torch.no_grad``.", flag
+        True,
+        "evaluate under ``torch.inference_mode`` rather than ``torch.no_grad``. ``fp8-mixed`` and strategies such as "
+        "``fsdp`` and ``zero3`` always use ``torch.no_grad``.",
+        flag,
     )
     use_distributed_sampler: bool = _setting(True, "shard loaders over ranks; False leaves them as they are.", flag)
     profiler: str | Profiler | None = _setting(
         None,
         'measures where the time of a fit goes, on every rank: ``"simple"`` by section, ``"advanced"`` by function, '
-        '``"torch"`` writes traces of some steps; or a ``Profiler``.',
+        '``"torch"`` writes traces of some steps; or a ``Profiler``. The files are in ``profile/`` in the run\'s '
+        "directory.",
         resolve_profiler,
     )
     device_peak_flops: float | None = _setting(
@@ -240,7 +256,8 @@ class TrainerSettings:
     )
     debug: str | None = _setting(
         None,
-        '``"collectives"`` compares what ranks do before each collective and names the first difference; slow.',
+        '``"collectives"`` compares what ranks do before each collective and names the first difference; slow. A rank '
+        "that waits 120 seconds because another one has called no collective raises an error too.",
         one_of("collectives", optional=True),
     )
     preemption_signals: Sequence[str] = _setting(
@@ -258,7 +275,8 @@ class TrainerSettings:
     notify: str | Sequence[str] | None = _setting(
         None,
         "an address, or a list of them, to which rank 0 or its launcher sends a JSON object when a fit ends, stalls, "
-        'is preempted or restarted, or its loss rises suddenly; ``"env:NAME"`` is the address in a variable.',
+        'is preempted or restarted, or its loss rises suddenly; ``"env:NAME"`` is the address in a variable. Messages '
+        "and files show the path of an address as ``***``.",
         check_addresses,
     )
     requeue: bool = _setting(
@@ -273,7 +291,7 @@ class TrainerSettings:
         0,
         "how often ranks that phalanx launched are restarted after a failure, from the newest snapshot in memory or "
         "good checkpoint. A step that fails twice in a row ends the run, and so does a failure that a restart would "
-        "not change.",
+        "not change. It has no effect under ``phalanx launch``, which has the option ``--max-restarts``.",
         at_least(0),
     )
     snapshots: int | str | bool | None = _setting(
@@ -281,19 +299,23 @@ class TrainerSettings:
         'after how many optimizer steps, or which time such as ``"5 min"``, the state is copied into memory that '
         "outlives the ranks. Restarted ranks continue from it, and if a run fails it is saved as ``rescued.ckpt``. "
         '``"auto"``: as often as takes at most 2 percent of the time; None: ``"auto"`` with ``max_restarts``; False: '
-        "never.",
+        "never. If less memory is free on a node than three checkpoints take, a message says so, and none are taken.",
         snapshot_interval,
     )
     verify_every: int | str | None = _setting(
         None,
         "after how many optimizer steps one is computed twice and compared bit for bit, as are weights that several "
         "ranks hold. A step with a wrong number is repeated and its rank named; a run whose weights are wrong ends "
-        "with exit code 77.",
+        "with exit code 77. So does a run whose ranks hold different optimizer state, or whose weights change within "
+        "the forward and backward passes of a step.",
         counted_in("steps", at_least(1)),
     )
     stall_timeout: StallTimeout = _setting(
         None,
         'after how many seconds (or which time, ``"10 min"`` or a ``timedelta``) without progress a run ends with exit '
-        "code 76, with the stacks of all ranks; also a dict by section. None learns the limits, False sets none.",
+        "code 76, with the stacks of all ranks; also a dict by section. None learns the limits, False sets none. "
+        "A slow rank whose call stack changes has ten times the limit, and at least 5 minutes. Time in a debugger, or "
+        "while Ctrl-Z pauses the run, does not count. Under torchrun, SLURM and MPI a stall is not detected while "
+        "another thread holds the GIL.",
         lambda name, value: resolve_stall_timeout(value),
     )

@@ -261,13 +261,16 @@ class Trainer(RankProperties):
         loaders are unchanged.
 
         Args:
+            activation_bytes: the bytes that the forward pass of a micro-batch saves for backward; needed if
+                ``training_step`` uses ``self.trainer``.
             ranks: plan for this number of ranks, and not for those of the Trainer.
             ranks_per_node: how many of them share a node; by default all, but at most 8.
             device_memory: plan for GPUs of this memory, in bytes or as ``"80GB"``, and not for this machine.
             host_memory: plan for nodes of this memory.
             parallel: plan with these degrees, and not with those of the Trainer.
             rehearse: a strategy whose row is measured by a rehearsal, in a process of its own, and not by formulas;
-                ``"auto"`` for those by which a fit chooses.
+                ``"auto"`` for those by which a fit chooses. Values that the step reads from floating-point data or
+                parameters, such as by ``.item()``, are 1 in a rehearsal.
 
         Raises:
             ConfigurationError: the module or the data could not be used by ``fit``, or a number is not one.

@@ -61,7 +61,9 @@ class ZeroArguments(TypedDict, total=False):
     max_reuse_distance: int
     zero_hpz_partition_size: int
     zero_quantized_weights: bool
+    """Needs CUDA."""
     zero_quantized_gradients: bool
+    """Needs CUDA."""
     pin_memory: bool
     optimizer_buffer_count: int
     params_buffer_count: int

@@ -50,6 +50,9 @@ from .units import Checkpointed, Units, check_checkpointing, check_units
 class FSDPStrategy(Strategy):
     """Shards parameters, gradients and optimizer state over ranks.
 
+    An optimizer that needs full parameters, such as Muon or one with ``updates_full_parameters = True``, transfers in
+    each step three times as many elements as its parameters have.
+
     Args:
         units: submodules that are gathered and freed together: a class, a tuple of classes, the least number of
             parameters of a unit, or a function from a module to a bool. Default: None, the repeated blocks of the

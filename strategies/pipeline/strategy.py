@@ -64,11 +64,13 @@ class PipelineStrategy(Strategy):
     else the largest list of repeated blocks. The number of ranks of a pipeline is ``parallel={"pp": ...}``; by default
     all ranks are one pipeline. With ``dp_replicate`` there are several, which average their gradients; with
     ``dp_shard`` there are several that share the state of each stage; with ``tp`` each layer has several ranks, and
-    with ``cp`` each sequence.
+    with ``cp`` each sequence. With ``cp``, ``training_step`` must also call the blocks for a part without targets, for
+    which ``batch_weight`` returns 0. Micro-batches of one shape give the best throughput.
 
     Args:
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"`` or ``"zero-bubble-v"``.
         stages_per_rank: the number of stages of each rank; None for 1, or 2 under an interleaved or V schedule.
+            ``v`` stages send ``v`` times as many messages as one.
 
     Raises:
         ConfigurationError: an argument is invalid.
