@@ -249,7 +249,10 @@ class Board:
         return len(self._node.ranks) * _DEPTH * _SLOT_BYTES + index
 
     def close(self) -> None:
-        """Mark this rank as having left, leave its column, and release the memory."""
+        """Mark this rank as having left, leave its column, and release the memory. No effect in a forked process."""
+        if os.getpid() != self._node.pids[self.index]:
+            # A child that ends runs the exit handlers of its parent, which is still there.
+            return
         self._bytes[self._left_at(self.index)] = 1
         # Waits for gloo's threads, which write to the memory.
         self._column = self.tensors = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from typing import Any
 
@@ -209,6 +210,20 @@ def test_a_rank_that_has_left_is_named_at_once_but_what_it_wrote_counts() -> Non
     assert pending.wait()
     with refuses(RankError, "rank 1", "rank 0"):
         first.post(numbers(0, 1)).wait()
+
+
+def test_the_end_of_a_forked_child_is_not_that_of_its_rank() -> None:
+    first, second = boards([os.getpid()] * 2)
+    child = os.fork()
+    if not child:
+        first.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    pending = second.post(numbers(1, 0))
+    late = threading.Timer(0.1, lambda: first.post(numbers(0, 0)))
+    late.start()
+    assert list(pending.wait()) == [sum(each) for each in zip(numbers(0, 0), numbers(1, 0), strict=True)]
+    late.join()
 
 
 def test_a_rank_whose_process_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
