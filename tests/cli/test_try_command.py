@@ -57,7 +57,7 @@ def test_a_change_is_better_by_paired_seeds_and_worse_the_other_way(call: Called
     (tmp_path / "train.py").write_text(PROGRAM.replace("Dropout(0.1)", "Dropout(0.9)"))
     worse = tried(call, "--", "--lr", "0.0001")
     assert (worse["dirty"], worse["verdict"]) == (True, "worse")
-    assert worse["because"] == "1 new and 3 earlier runs with different seeds"
+    assert worse["because"] == "1 new and 3 earlier runs, unpaired"
     assert worse["against"]["value"] == pytest.approx(fast["value"])
 
 
