@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..framework.api.callback import Callback, save_while_training
+from ..framework.api.callback import Callback, saved_by
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.intervals import Due, Interval
 from ..framework.huggingface.harness_tasks import HarnessTasks
@@ -113,8 +113,8 @@ class Evaluate(Callback):
         return super().wants(hook)
 
     def check(self, trainer: TrainerView, stage: str) -> None:
-        saves = save_while_training(trainer.callbacks) or trainer.fast_dev_run
-        if self.aside and stage == "fit" and not saves:
+        saves = any(not saved.only_after_errors for saved in saved_by(trainer.callbacks))
+        if self.aside and stage == "fit" and not saves and not trainer.fast_dev_run:
             raise ConfigurationError("Evaluate(aside=True) evaluates checkpoints: add a ModelCheckpoint to callbacks.")
 
     def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:

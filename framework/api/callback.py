@@ -64,7 +64,7 @@ class Callback(NamesArguments):
 
     @property
     def common_key(self) -> str:
-        """What all ranks must have the same of a ``collective`` callback."""
+        """The settings that must be equal on all ranks if ``collective`` is True."""
         return self.state_key
 
     @property

@@ -173,20 +173,13 @@ class Board:
         found, length, checksum = _HEAD.unpack_from(self._bytes, start)
         if found < number:
             return None
-        rank = self._node.ranks[index]
         if found > number:
-            raise DesyncError(
-                f"rank {rank} is at control reduction {found}, this rank {self._own_rank} at {number}: every rank "
-                "must run the same loop. Look for a condition on the rank around a step or a fit."
-            )
+            raise self.desync(index, f"is at control reduction {found},", f"at {number}")
         payload = self._bytes[start + _HEAD.size : start + _HEAD.size + 8 * min(length, CAPACITY)]
         if checksum != zlib.crc32(payload, number & _LOW):
             return None
         if length != count:
-            raise DesyncError(
-                f"rank {rank} reduces {length} numbers where this rank {self._own_rank} reduces {count}: every rank "
-                "must run the same loop. Look for a condition on the rank around a step or a fit."
-            )
+            raise self.desync(index, f"reduces {length} numbers where", f"reduces {count}")
         numbers: tuple[float, ...] = _NUMBERS[length].unpack(payload)
         return numbers
 
@@ -209,9 +202,7 @@ class Board:
                 continue
             # The rank may have written after the last poll, before it left.
             if self._bytes[self._left_at(index)] and look() is None:
-                raise LostRankError(
-                    f"{self._title(index)} has left, and rank {self._node.ranks[self.index]} waits for it."
-                )
+                raise LostRankError(f"{self._title(index)} has left, and rank {self._own_rank} waits for it.")
             now = time.monotonic()
             since, asked = since or now, asked or now
             if now - asked > _ASK_SECONDS:
@@ -232,10 +223,10 @@ class Board:
             )
 
     def desync(self, index: int, theirs: str, own: str) -> DesyncError:
-        """Return the error for a rank that adds something else than this rank."""
+        """Return the error for a rank that does something else than this rank."""
         return DesyncError(
-            f"rank {self._node.ranks[index]} adds {theirs}, this rank {self._own_rank} {own}: every rank must run the "
-            "same loop. Look for a condition on the rank around a step or a fit."
+            f"rank {self._node.ranks[index]} {theirs} this rank {self._own_rank} {own}: every rank must run the same "
+            "loop. Look for a condition on the rank around a step or a fit."
         )
 
     def _title(self, index: int) -> str:
@@ -300,9 +291,6 @@ class TensorSums:
             for index in range(len(rows)):
                 if index != own and not self._is_written(index, turn, number, length):
                     self._board.wait_for(index, partial(self._is_written, index, turn, number, length))
-            if len(rows) == 1:
-                flat.copy_(rows[0])
-                return
             torch.add(rows[0], rows[1], out=flat)
             for row in rows[2:]:
                 flat.add_(row)
@@ -333,7 +321,7 @@ class TensorSums:
             return None
         (size,) = _NUMBER.unpack_from(self._memory, head)
         if (found, size) != (number, length):
-            raise self._board.desync(index, f"{size} bytes in sum {found}", f"{length} bytes in sum {number}")
+            raise self._board.desync(index, f"adds {size} bytes in sum {found},", f"{length} bytes in sum {number}")
         return True
 
 
