@@ -230,7 +230,7 @@ class _Pool:
         sizes = self._sizes(ranks)
         for rank in ranks:
             with contextlib.suppress(OSError):
-                self.processes[rank].send_signal(signal.SIGUSR1)
+                self.processes[rank].send_signal(_STACKS_SIGNAL)
         until = time.monotonic() + NOTICE_SECONDS * _MOST_SLOWNESS
         before = sizes
         while time.monotonic() < until:
@@ -264,6 +264,9 @@ def _slowness() -> float:
     return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), _MOST_SLOWNESS)
 
 
+# A fit takes SIGUSR1 and SIGUSR2 over, and gives them back to Python, which does not know of handlers in C: after a fit
+# they would end a rank that should print its stacks.
+_STACKS_SIGNAL = signal.SIGQUIT
 # By the number of ranks, and the type of their devices.
 _POOLS: dict[tuple[int, str], _Pool] = {}
 _WARM: dict[tuple[str, tuple[str, ...]], WarmPython] = {}
@@ -273,7 +276,7 @@ _PRELOADED: set[str] = set()
 def serve(rank: int, num_ranks: int, port: int, device: str, store_fd: int, pipe_fd: int) -> None:
     """Be a warm rank: answer calls until the pipe closes."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(_STACKS_SIGNAL, all_threads=True)
     pipe = Connection(pipe_fd)
     _join_group(rank, num_ranks, port, device, store_fd)
     _send(pipe, True, None)

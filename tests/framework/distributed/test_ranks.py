@@ -44,6 +44,12 @@ def sleep_for_ever() -> None:
     time.sleep(3600)
 
 
+def hang_after_signals_were_handled() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.signal(number, signal.SIG_IGN))
+    time.sleep(3600)
+
+
 def leave_a_thread() -> None:
     threading.Thread(target=sleep_for_ever, name="forgotten", daemon=True).start()
 
@@ -69,6 +75,7 @@ def test_ranks_stay_warm_between_calls() -> None:
         (fail_on_last_rank, 30.0, "the last rank has had enough"),
         (die_on_last_rank, 30.0, "rank 1 died: killed by SIGKILL"),
         (sleep_for_ever, 1.0, "in sleep_for_ever"),
+        (hang_after_signals_were_handled, 1.0, "in hang_after_signals_were_handled"),
         (leave_a_thread, 30.0, "threads behind: .*forgotten"),
     ],
 )
