@@ -6,18 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from ranks import warm_python
 
 from phalanx.framework.launch.fork_server_main import NAME
 from phalanx.framework.system.launcher_env import ATTEMPT, ERROR_DIR, RESTARTS
 
-MARK = "PHALANX_KILL_TRIAL"
 # A loaded machine may take its time; on a quiet one all goes at once.
 GONE_SECONDS = 8.0
 
@@ -47,23 +45,18 @@ class Attempts:
 
 
 class Launch:
-    """One start of a script, in a session of its own; every process it starts carries its mark."""
+    """One start of a script, in a session of its own; it and every process that it starts run in the folder ``root``.
+
+    It is forked from a process that has torch and phalanx imported.
+    """
 
     def __init__(self, root: Path, script: Path, arguments: Sequence[str]) -> None:
-        self.mark = f"{MARK}={uuid.uuid4().hex}"
-        self.root = root
+        self.root = root = root.resolve()
         (root / "tmp").mkdir(parents=True, exist_ok=True)
-        name, _, value = self.mark.partition("=")
+        # What a killed launcher leaves in the temporary directory is to be seen.
+        variables = {**os.environ, "TMPDIR": str(root / "tmp"), "OMP_NUM_THREADS": "1"}
         with (root / "output.txt").open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(script), str(root), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # What a killed launcher leaves in the temporary directory is to be seen.
-                env={**os.environ, "TMPDIR": str(root / "tmp"), "OMP_NUM_THREADS": "1", name: value},
-                start_new_session=True,
-            )
+            self.process = warm_python().start(script, [str(root), *arguments], root, variables, output.fileno())
         self.began = time.monotonic()
 
     def wait_until(self, seconds: float, is_over: Callable[[], bool]) -> bool:
@@ -99,7 +92,7 @@ class Launch:
             self.process.wait(seconds)
         late = self.process.poll() is None
         until = time.monotonic() + (0.0 if late else GONE_SECONDS)
-        while (left := marked(self.mark)) and time.monotonic() < until:
+        while (left := processes_in(self.root)) and time.monotonic() < until:
             time.sleep(0.02)
         self.send(signal.SIGKILL, left)
         self.process.wait()
@@ -136,12 +129,12 @@ def _forks_ranks(process: Path) -> bool:
     return status["Name"] == NAME.decode() or bool(int(status["SigBlk"], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def marked(mark: str) -> list[int]:
-    """Return the processes whose environment carries a mark."""
+def processes_in(folder: Path) -> list[int]:
+    """Return the processes whose working directory is a folder, which those that they start inherit."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with contextlib.suppress(OSError):
-                if mark.encode() in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
+                if os.readlink(f"/proc/{entry}/cwd") == str(folder):
                     found.append(int(entry))
     return found

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from free_ports import free_port
 from messages import refuses
 from model_script import MODEL
+from ranks import warm_python
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.distributed import rendezvous
@@ -94,14 +94,7 @@ def start(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.Popen(
-        [sys.executable, str(script), str(seconds)],
-        env={**os.environ, **job},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return warm_python().start(script, [str(seconds)], script.parent, {**os.environ, **job})
 
 
 def test_ranks_meet_twice_on_one_address_and_not_those_of_an_earlier_start(tmp_path: Path) -> None:
