@@ -119,6 +119,10 @@ class RankError(PhalanxError):
 class LostRankError(RankError):
     """A rank for which this one waits has ended. Its own error, if it has one, is the cause."""
 
+    def __init__(self, message: str, lost_rank: int | None = None) -> None:
+        super().__init__(message)
+        self.lost_rank = lost_rank
+
 
 def add_hint(error: BaseException, text: str) -> None:
     """Add a note to an error, which is shown after its message; before Python 3.11 by phalanx only."""

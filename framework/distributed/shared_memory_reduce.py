@@ -202,7 +202,7 @@ class Board:
                 continue
             # The rank may have written after the last poll, before it left.
             if self._bytes[self._left_at(index)] and look() is None:
-                raise LostRankError(f"{self._title(index)} has left, and rank {self._own_rank} waits for it.")
+                raise self._lost(index, "has left")
             now = time.monotonic()
             since, asked = since or now, asked or now
             if now - asked > _ASK_SECONDS:
@@ -214,7 +214,7 @@ class Board:
     def _check_alive(self, index: int, waited: float) -> None:
         pid = self._node.pids[index]
         if not is_running(pid):
-            raise LostRankError(f"{self._title(index)} is gone, and rank {self._own_rank} waits for it.")
+            raise self._lost(index, "is gone")
         if waited > _LIMIT_SECONDS:
             beyond = ", or a rank of another node has kept both" if self._column is not None else ""
             raise RankError(
@@ -228,6 +228,10 @@ class Board:
             f"rank {self._node.ranks[index]} {theirs} this rank {self._own_rank} {own}: every rank must run the same "
             "loop. Look for a condition on the rank around a step or a fit."
         )
+
+    def _lost(self, index: int, how: str) -> LostRankError:
+        text = f"{self._title(index)} {how}, and rank {self._own_rank} waits for it."
+        return LostRankError(text, self._node.ranks[index])
 
     def _title(self, index: int) -> str:
         return f"rank {self._node.ranks[index]} (pid {self._node.pids[index]})"

@@ -153,7 +153,10 @@ class Attempt:
             return False
         # Each of the three precedes the exit handlers, which may take a while: they flush files and end workers.
         records = self.records
-        return any(read(rank.rank) is not None for read in (records.failure, records.pending_error, records.left_at))
+        if any(read(rank.rank) is not None for read in (records.failure, records.pending_error, records.left_at)):
+            return True
+        # A rank that could write none of them, as on a full disk, is known to the ranks that wait for it.
+        return any(failure.lost_rank == rank.rank for failure in self.failures())
 
     def failures(self) -> list[Failure]:
         """Return the errors that the ranks recorded, earliest first, without those of preempted ranks."""

@@ -66,7 +66,7 @@ def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
     # sys.exit, os._exit and a killed teardown leave no error, yet break the connections of the others, which then
     # record errors. The time at which the rank began to exit shows which was first.
     explained = {failure.rank for failure in failures} | {rank.rank for rank in attempt.crashed}
-    silent = _first_without_error(attempt, explained)
+    silent = _first_without_error(attempt, explained, {failure.lost_rank for failure in failures})
     if silent and (not failures or _left_at(attempt, silent) < failures[0].seconds):
         code = silent.code or 0
         how = f"ended with exit code {code}" if code > 0 else "exited the process group and was killed"
@@ -147,11 +147,15 @@ def _blame(
     return Verdict(exit_code, f"{where}{cause}{trace}", failed=True, step=_step(record), rank=rank.rank, traceback=full)
 
 
-def _first_without_error(attempt: Attempt, recorded: set[int]) -> RankProcess | None:
+def _first_without_error(attempt: Attempt, recorded: set[int], lost: set[int | None]) -> RankProcess | None:
     """Return the first rank that ended, or began to exit, on its own and without an exception."""
     unexplained = [rank for rank in attempt.ranks if attempt.has_failed(rank) and rank.rank not in recorded]
     # A rank that the supervisor ended is not the cause, unless it had begun to exit before.
-    ended = [r for r in unexplained if not r.was_signalled or _left_at(attempt, r) or _ended_with_error(r)]
+    ended = [
+        rank
+        for rank in unexplained
+        if not rank.was_signalled or _left_at(attempt, rank) or rank.rank in lost or _ended_with_error(rank)
+    ]
     return min(ended, key=lambda rank: (_left_at(attempt, rank), rank.ended_at), default=None)
 
 

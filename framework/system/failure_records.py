@@ -27,6 +27,7 @@ from ..core.errors import (
     ConfigurationError,
     DataError,
     LoopError,
+    LostRankError,
     MetricError,
     PhalanxError,
     StorageError,
@@ -47,13 +48,16 @@ class Failure:
     traceback: str
     brief: str = ""
     """The traceback without the frames of phalanx and torch."""
+    lost_rank: int | None = None
+    """The rank whose end is the cause, if the error is a ``LostRankError``."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException, hide: Callable[[str], str] = str) -> Failure:
         """Describe ``error``; ``hide`` removes secrets from a text."""
         text = hide("".join(traceback.format_exception(type(error), error, error.__traceback__)))
         kind, message, brief = type(error).__qualname__, hide(str(error)), hide(brief_traceback(error))
-        return cls(rank, os.getpid(), time.monotonic(), exit_code_of(error), kind, message, text, brief)
+        lost = error.lost_rank if isinstance(error, LostRankError) else None
+        return cls(rank, os.getpid(), time.monotonic(), exit_code_of(error), kind, message, text, brief, lost)
 
 
 def exit_code_of(error: BaseException) -> int:
