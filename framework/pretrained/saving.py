@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from ..parallel.meta_device import check_held
 from ..parallel.parameter_names import canonical_names, state_tensors
 from ..system.atomic_directories import remove_tree, replace_directory
 from ..system.atomic_files import absolute, hidden_sibling, make_directory, storage_error, sync_directory
+from .peft_adapters import has_adapters
 from .request import places_of, tensor_at
 from .transformers_models import is_transformers_model, names_in_model, transformers_models
 from .weight_folder import INDEX, SINGLE
@@ -313,32 +313,3 @@ def publish_folder(finished: Path, folder: Path) -> None:
             path.unlink(missing_ok=True)
     sync_directory(folder)
     finished.rmdir()
-
-
-# ---- adapters of peft, which is imported only where one of its models exists already --------------------------------
-
-
-def has_adapters(root: nn.Module, model: nn.Module) -> bool:
-    """Whether peft changes what a model computes.
-
-    Args:
-        root: a module that contains the model. Adapters that add inputs have no layers in the model, but are in the
-            ``peft.PeftModel`` around it.
-        model: the model.
-    """
-    library, layers = sys.modules.get("peft.peft_model"), _layer_classes()
-    if library is not None:
-        # Around a merged model there may still be one whose layers are gone.
-        around = (part for part in root.modules() if isinstance(part, library.PeftModel) and _adds_inputs(part))
-        if any(inner is model for part in around for inner in part.modules()):
-            return True
-    return any(isinstance(part, layers) for part in model.modules())
-
-
-def _adds_inputs(model: Any) -> bool:
-    return any(one.is_prompt_learning or one.is_adaption_prompt for one in model.peft_config.values())
-
-
-def _layer_classes() -> tuple[type, ...]:
-    homes = {"peft.tuners.tuners_utils": "BaseTunerLayer", "peft.utils.other": "AuxiliaryTrainingWrapper"}
-    return tuple(getattr(sys.modules[home], name) for home, name in homes.items() if home in sys.modules)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..core.errors import CheckpointError
 from ..parallel.meta_device import replace_tensors, tensors_of
+from .peft_adapters import check_adapters_have_data
 
 _FLAG = "_is_hf_initialized"
 
@@ -105,7 +106,11 @@ def initialize_missing(model: Any, lacking: set[int]) -> None:
     Args:
         model: a model of transformers.
         lacking: the ``id`` of each tensor; others, such as those that are loaded, stay as they are.
+
+    Raises:
+        ConfigurationError: an adapter of peft is among them, whose initial values are lost.
     """
+    check_adapters_have_data(model, lacking)
 
     def allocated(_: str, tensor: Tensor) -> Tensor | None:
         if id(tensor) not in lacking:

@@ -17,6 +17,7 @@ from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import Owner, check_same_parameters, owners_of
+from ...framework.pretrained.peft_adapters import check_adapters_have_data
 from .local_shards import like, shape_and_offsets, whole_of_parts
 
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -156,6 +157,7 @@ class Origins:
         mine = {name for name, given in parameters.items() if given.is_meta and deferred.recipe(given) is None}
         # After a fit under a sharded strategy only rank 0 may hold the data.
         self.lacking: set[str] = mine & world.broadcast_object(mine)
+        check_adapters_have_data(module, {id(parameters[name]) for name in self.lacking})
         for part_name, part in module.named_modules():
             names = [name for name in part._parameters if f"{part_name}.{name}".lstrip(".") in self.lacking]
             if names and _reset_of(part) is None:
