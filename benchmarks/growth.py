@@ -44,56 +44,56 @@ TIMES = 5
 Found = dict[str, float]
 Rows = list[tuple[str, str, float]]
 
-_STAGES = {"met": "default group", "control": "with control group", "apart": "with the group of an asynchronous save"}
+_STAGES = {"met": "the default group", "control": "the default and control groups", "apart": "all three groups"}
 _START: Rows = [
-    ("creating the control group, ms", "control seconds", MILLI),
-    ("of which CPU time, ms", "control computed", MILLI),
-    ("sent by the rendezvous for it, KiB", "control bytes", KILO),
-    ("the same, with lazy connections", "lazy control bytes", KILO),
-    *((f"sockets, {title}", f"{stage} sockets", 1) for stage, title in _STAGES.items()),
-    ("all these sockets, with lazy connections", "lazy apart sockets", 1),
-    *((f"threads, {title}", f"{stage} threads", 1) for stage, title in _STAGES.items()),
-    ("private memory before a model exists, MB", "apart private", MEGA),
+    ("creating the control group, elapsed ms", "control seconds", MILLI),
+    ("creating the control group, CPU ms", "control computed", MILLI),
+    ("addresses that each rank receives for the control group, KiB", "control bytes", KILO),
+    ("addresses that each rank receives for the control group with lazy connections, KiB", "lazy control bytes", KILO),
+    *((f"sockets with {title}", f"{stage} sockets", 1) for stage, title in _STAGES.items()),
+    ("sockets with all three groups and lazy connections", "lazy apart sockets", 1),
+    *((f"threads with {title}", f"{stage} threads", 1) for stage, title in _STAGES.items()),
+    ("private memory before the model is created, MB", "apart private", MEGA),
 ]
 _MESSAGES: Rows = [
-    ("reduction through shared memory, µs of CPU time", "board computed", MICRO),
-    ("the same, µs elapsed", "board seconds", MICRO),
-    ("reduction on two nodes, µs of CPU time", "nodes computed", MICRO),
-    ("the same, µs elapsed", "nodes seconds", MICRO),
-    ("reduction through gloo, µs of CPU time", "gloo computed", MICRO),
-    ("the same, µs elapsed", "gloo seconds", MICRO),
-    ("all-gather of a small object, µs of CPU time", "object computed", MICRO),
-    ("the same, KiB received", "object received", KILO),
+    ("reduction through shared memory, CPU µs", "board computed", MICRO),
+    ("reduction through shared memory, elapsed µs", "board seconds", MICRO),
+    ("reduction on two nodes, CPU µs", "nodes computed", MICRO),
+    ("reduction on two nodes, elapsed µs", "nodes seconds", MICRO),
+    ("reduction through Gloo, CPU µs", "gloo computed", MICRO),
+    ("reduction through Gloo, elapsed µs", "gloo seconds", MICRO),
+    ("all-gather of a small object, CPU µs", "object computed", MICRO),
+    ("all-gather of a small object, KiB received", "object received", KILO),
 ]
 _CHECKPOINT: Rows = [
     ("files", "files", 1),
-    ("manifest, KiB", "manifest", KILO),
-    ("collectives of a save", "save exchanges", 1),
-    ("received by rank 0, KiB", "save received", KILO),
-    ("received by the last rank, KiB", "save received", KILO),
-    ("a save, ms elapsed", "save seconds", MILLI),
-    ("collectives of a load", "load exchanges", 1),
-    ("received by each rank, KiB", "load received", KILO),
-    ("a load, ms elapsed", "load seconds", MILLI),
+    ("size of the manifest, KiB", "manifest", KILO),
+    ("collectives in a save", "save exchanges", 1),
+    ("data that rank 0 receives in a save, KiB", "save received", KILO),
+    ("data that the last rank receives in a save, KiB", "save received", KILO),
+    ("duration of a save, ms", "save seconds", MILLI),
+    ("collectives in a load", "load exchanges", 1),
+    ("data that each rank receives in a load, KiB", "load received", KILO),
+    ("duration of a load, ms", "load seconds", MILLI),
 ]
 _COMPUTED_CHECKPOINT: Rows = [
     ("files", "files", 1),
-    ("pieces of tensors", "parts", 1),
-    ("plans that each rank receives, MB", "plans", MEGA),
-    ("random states that rank 0 receives, MB", "documents", MEGA),
+    ("tensor pieces", "parts", 1),
+    ("save plans that each rank receives, MB", "plans", MEGA),
+    ("RNG states that rank 0 receives, MB", "documents", MEGA),
     ("assigning pieces to ranks, s on each rank", "assign seconds", 1),
-    ("manifest, MB", "manifest", MEGA),
+    ("size of the manifest, MB", "manifest", MEGA),
     ("serializing the manifest, s on rank 0", "dump seconds", 1),
     ("parsing and checking the manifest, s on each rank", "parse seconds", 1),
     ("memory of the parsed manifest, MB", "parsed", MEGA),
-    ("finding a rank's pieces on half as many ranks, s", "map seconds", 1),
-    ("files that such a rank opens", "opened", 1),
+    ("finding the pieces that a rank loads to resume on half as many ranks, s", "map seconds", 1),
+    ("files that a rank opens to resume on half as many ranks", "opened", 1),
 ]
 _COMPUTED_WORK: Rows = [
-    ("next batch of a shuffled dataset, µs", "training", MICRO),
-    ("next batch of an evaluation, µs", "evaluation", MICRO),
-    ("reducing 20 means at the end of an epoch, ms", "reducing", MILLI),
-    ("reading that many heartbeats, ms", "watching", MILLI),
+    ("reading the next batch of a shuffled dataset, µs", "training", MICRO),
+    ("reading the next batch in an evaluation, µs", "evaluation", MICRO),
+    ("reducing 20 logged means at the end of an epoch, ms", "reducing", MILLI),
+    ("reading the heartbeats of all ranks, ms", "watching", MILLI),
 ]
 
 
@@ -105,7 +105,10 @@ def growth(rounds: int, quick: bool) -> Iterator[Table]:
         for rank, lazy in zip(ranks, _ranks(count, 0, TORCH_GLOO_LAZY_INIT="1"), strict=True):
             rank |= {f"lazy {name}": value for name, value in lazy.items()}
     head = ["ranks", *map(str, measured)]
-    meeting = ["time to rendezvous, s", *(f"{max(_each(ranks, 'met seconds')):.1f}" for ranks in measured.values())]
+    meeting = [
+        "time until all ranks have connected, s",
+        *(f"{max(_each(ranks, 'met seconds')):.1f}" for ranks in measured.values()),
+    ]
     yield Table("start-up by ranks", head, [meeting, *_medians(_START, measured)])
     yield Table("control messages by ranks", head, _medians(_MESSAGES, measured))
     for strategy in ("ddp", "fsdp"):

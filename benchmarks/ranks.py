@@ -42,10 +42,11 @@ def ranks(rounds: int, quick: bool) -> Iterator[Table]:
         added = statistics.median(own - its for own, its in pairs)
         ratio = statistics.median(own / its for own, its in pairs)
         rows.append([side, statistics.median(cell["rounds"]), added, f"{ratio:.3f}", *_cells(cell["counts"])])
-    yield Table("step on two ranks", ["", "µs a step, p10", "over raw", "of raw", *_COMMUNICATION], rows)
+    times = ("p10 wall time per step, µs", "p10 wall overhead, µs", "time relative to raw")
+    yield Table("step on two ranks", ["program", *times, *_COMMUNICATION], rows)
 
 
-_COMMUNICATION = ("collectives", "bytes", "of which")
+_COMMUNICATION = ("collectives per step", "bytes per step", "collectives by type")
 
 
 def strategies(rounds: int, quick: bool) -> Iterator[Table]:
@@ -54,7 +55,9 @@ def strategies(rounds: int, quick: bool) -> Iterator[Table]:
     for name in STRATEGIES[:3] if quick else STRATEGIES:
         for window, counts in (_on_ranks("strategy", 1, 4, name) or {}).items():
             rows.append([name, window, *_cells(counts)])
-    yield Table("communication of a GPT of 0.9 million parameters", ["", "accumulation", *_COMMUNICATION], rows)
+    yield Table(
+        "communication of a GPT of 0.9 million parameters", ["strategy", "accumulated batches", *_COMMUNICATION], rows
+    )
     rows = []
     for name in ("fsdp",) if quick else BY_HAND:
         walls = _on_ranks("by hand", rounds, 15 if quick else 40, name)
@@ -62,7 +65,11 @@ def strategies(rounds: int, quick: bool) -> Iterator[Table]:
             ratio = statistics.median(own / its for its, own in zip(walls["by hand"], walls["phalanx"], strict=True))
             medians = [statistics.median(each) / 1000 for each in walls.values()]
             rows.append([name, *medians, f"{ratio:.3f}"])
-    yield Table("step beside the library driven by hand", ["", "by hand, ms", "phalanx, ms", "ratio"], rows)
+    yield Table(
+        "step beside the library driven by hand",
+        ["strategy", "by hand, ms", "phalanx, ms", "phalanx relative to by hand"],
+        rows,
+    )
 
 
 def _on_ranks(what: str, rounds: int, steps: int, *names: str) -> dict[str, Any]:
@@ -73,7 +80,7 @@ def _on_ranks(what: str, rounds: int, steps: int, *names: str) -> dict[str, Any]
 def _cells(found: Counts) -> list[Any]:
     number, size = (sum(both[at] for both in found.values()) for at in (0, 1))
     kinds = ", ".join(f"{both[0]:g} {name}" for name, both in sorted(found.items()) if both[0])
-    return [f"{number:g}", f"{size:,.0f}", kinds or "-"]
+    return [f"{number:g}", f"{size:,.0f}", kinds or "none"]
 
 
 # ---- in a rank -------------------------------------------------------------------------------------------------------

@@ -40,12 +40,14 @@ def snapshots(rounds: int, quick: bool) -> Iterator[Table]:
             for setting, times in found.items():
                 times.append(_milliseconds(width, layers, setting, steps))
         base = found.pop("none")
-        rows.append([f"{name}, none", statistics.median(base), ""])
+        rows.append([f"{name}, none", statistics.median(base), "baseline"])
         for setting, times in found.items():
             share = statistics.median(one / other - 1 for one, other in zip(times, base, strict=True))
-            title = f"{name}, `{setting!r}`" if setting == "auto" else f"{name}, each {setting} steps"
+            title = f"{name}, `{setting!r}`" if setting == "auto" else f"{name}, every {setting} steps"
             rows.append([title, statistics.median(times), f"{share:+.1%}"])
-    yield Table("snapshots in memory", ["parameters, snapshots", "ms per step", "share of the step"], rows)
+    yield Table(
+        "snapshots in memory", ["parameters, snapshots", "time per step in ms", "change in time per step"], rows
+    )
 
 
 def _milliseconds(width: int, layers: int, setting: str, steps: int) -> float:

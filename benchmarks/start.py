@@ -25,11 +25,17 @@ IMPORTS = {
 
 def start(rounds: int, quick: bool) -> Iterator[Table]:
     """The import, and the time from the start of a process to the end of a fit of one step."""
-    head = ["", "CPU ms", "over the first", "wall ms", "over the first"]
-    yield Table("import", head, _rows({title: f"import torch; {rest}" for title, rest in IMPORTS.items()}, rounds))
+    yield Table(
+        "import", _head("package"), _rows({title: f"import torch; {rest}" for title, rest in IMPORTS.items()}, rounds)
+    )
     first_step = "from benchmarks.sides import run; from benchmarks.task import Job; run({!r}, Job(steps=1))"
     sides = {side: first_step.format(side) for side in SIDES if not missing(side)}
-    yield Table("start to the end of a fit of one step", head, _rows(sides, rounds))
+    yield Table("start to the end of a fit of one step", _head("program"), _rows(sides, rounds))
+
+
+def _head(first: str) -> list[str]:
+    """Return the head of a table, in which additional time is that over the first row."""
+    return [first, "CPU time, ms", "additional CPU time, ms", "wall time, ms", "additional wall time, ms"]
 
 
 def _rows(statements: Mapping[str, str], rounds: int) -> list[list[object]]:

@@ -103,9 +103,9 @@ def over(found: Mapping[str, list[Round]], label: str, base: str, what: Callable
 
 # What is compared: its title, and where it is in the results of a round.
 KINDS: dict[str, Callable[[Round], float]] = {
-    "µs, p10": lambda each: each.least,
-    "µs, median": lambda each: each.wall,
-    "CPU µs, median": lambda each: each.cpu,
+    "p10 wall": lambda each: each.least,
+    "median wall": lambda each: each.wall,
+    "median CPU": lambda each: each.cpu,
 }
 
 
@@ -123,10 +123,16 @@ def overheads(name: str, job: Job, rounds: int) -> Iterator[Table]:
             row += [statistics.median(each.epoch_end / 1000 for each in measured)]
             row += [statistics.median(each.epoch_end_cpu / 1000 for each in measured)]
         rows.append(row)
-    ends = ("an epoch's end, ms", "CPU ms") if job.epochs > 1 else ()
+    ends = ("wall time at end of epoch, ms", "CPU time at end of epoch, ms") if job.epochs > 1 else ()
+    columns = ("time, µs", "overhead, µs", "overhead relative to Fabric's")
     yield Table(
         name,
-        ["", *(each for kind in KINDS for each in (kind, "over raw", "of Fabric's")), "mean over raw", *ends],
+        [
+            "program",
+            *(f"{kind} {column}" for kind in KINDS for column in columns),
+            "mean CPU overhead, µs",
+            *ends,
+        ],
         rows,
     )
 
@@ -161,7 +167,7 @@ def task(rounds: int, quick: bool) -> Iterator[Table]:
         ]
         for side, measured in found.items()
     ]
-    yield Table("step of a GPT", ["", "ms a step, p10", "of raw"], rows)
+    yield Table("step of a GPT", ["program", "p10 wall time per step, ms", "time relative to raw"], rows)
 
 
 def values(rounds: int, quick: bool) -> Iterator[Table]:
@@ -179,7 +185,7 @@ def values(rounds: int, quick: bool) -> Iterator[Table]:
         [str(count), *(over(found, f"{side} {count}", f"{side} 0", lambda each: each.cpu_mean) for side in present)]
         for count in list(steps)[1:]
     ]
-    yield Table("logged values", ["values in a step, CPU µs", *present], rows)
+    yield Table("logged values", ["values per step", *(f"{side}, CPU µs per step" for side in present)], rows)
 
 
 # ---- function calls --------------------------------------------------------------------------------------------------
@@ -213,4 +219,8 @@ def calls(sides: Iterable[str] = SIDES) -> Table:
             counter = Calls()
             run(side, Job(3 * WARM_UP, mark=counter))
             rows.append([side, *(f"{count / WARM_UP:.0f}" for count in (counter.all, counter.own))])
-    return Table("calls in a bare step", ["", "Python functions", "of these phalanx's"], rows)
+    return Table(
+        "calls in a bare step",
+        ["program", "Python function calls per step", "calls of phalanx functions per step"],
+        rows,
+    )

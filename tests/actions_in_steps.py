@@ -12,8 +12,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-OUTSIDE, LEFT_OUT, DERIVATIVES = "use a parameter outside its module", "leave a layer out", "derivatives"
-COLLECTIVES = "collectives"
+OUTSIDE, LEFT_OUT, DERIVATIVES = "using a parameter outside its layer", "skipping a layer", "computing derivatives"
+COLLECTIVES = "calling collectives"
 EXTRA = 8
 
 
@@ -252,42 +252,42 @@ def derived(name: str, loss: Any, **more: Any) -> Action:
 
 WITH_ROWS = ("training_step", "on_train_batch_end", "validation_step")
 ACTIONS = [
-    stepping("penalty over `parameters()`", OUTSIDE, squares),
-    stepping("penalty over some parameters", OUTSIDE, absolute_values),
-    stepping("penalty over parameters kept since `__init__`", OUTSIDE, squares_of_kept, build=keep_parameters),
+    stepping("penalty on all `parameters()`", OUTSIDE, squares),
+    stepping("penalty on some parameters", OUTSIDE, absolute_values),
+    stepping("penalty on parameters stored in `__init__`", OUTSIDE, squares_of_kept, build=keep_parameters),
     stepping("norm of all parameters in the loss", OUTSIDE, norm_of_all),
     stepping("`w @ w.T` in the loss", OUTSIDE, orthogonality),
     stepping("`F.linear(x, other.weight)`", OUTSIDE, linear_of_another),
     stepping("`x @ self.embed.weight.T`", OUTSIDE, product_with_embedding),
-    stepping("difference of two layers' weights", OUTSIDE, distance_of_layers),
-    stepping("a weight of two blocks", OUTSIDE, None, build=tie_layers),
-    stepping("a block at two places", OUTSIDE, None, build=tie_blocks),
-    stepping("a parameter of the module itself", OUTSIDE, with_own_parameter, build=own_parameter),
-    stepping("layers called without `forward`", OUTSIDE, without_forward),
-    stepping("`functional_call` with other weights", OUTSIDE, functional),
-    skipping("another layer in each step", skip_on_all),
-    skipping("a layer in every step", skip_always),
-    skipping("a layer on one rank", skip_on_some, by_part=True),
-    skipping("another layer on each rank", skip_another, by_part=True),
-    skipping("one of two towers of one size on each rank", one_tower, build=equal_towers, by_part=True),
-    skipping("one of two towers of two sizes on each rank", one_tower, build=unequal_towers, by_part=True),
-    skipping("a tower in every second step", tower_in_turn, build=unequal_towers),
-    skipping("a tower on one rank", tower_on_some, build=equal_towers, by_part=True),
-    skipping("parameters that are never used", unused, build=equal_towers),
+    stepping("difference between the weights of two layers", OUTSIDE, distance_of_layers),
+    stepping("weight shared by two blocks", OUTSIDE, None, build=tie_layers),
+    stepping("block used at two positions", OUTSIDE, None, build=tie_blocks),
+    stepping("parameter of the `TrainModule` itself", OUTSIDE, with_own_parameter, build=own_parameter),
+    stepping("layers called without `forward` of the module", OUTSIDE, without_forward),
+    stepping("`functional_call` with scaled weights", OUTSIDE, functional),
+    skipping("a different layer at each step", skip_on_all),
+    skipping("the same layer at each step", skip_always),
+    skipping("a layer on some ranks only", skip_on_some, by_part=True),
+    skipping("different layers on different ranks", skip_another, by_part=True),
+    skipping("on each rank, one of two heads with equal shapes", one_tower, build=equal_towers, by_part=True),
+    skipping("on each rank, one of two heads with different shapes", one_tower, build=unequal_towers, by_part=True),
+    skipping("one of two heads at each step, in turn", tower_in_turn, build=unequal_towers),
+    skipping("a head on some ranks only", tower_on_some, build=equal_towers, by_part=True),
+    skipping("a head at all steps", unused, build=equal_towers),
     skipping("layers before a `detach()`", detached),
     derived("`autograd.grad` of inputs with `create_graph`", penalty_on_inputs),
     # The square of a gradient is not linear in the batch: each rank has that of its own part.
     derived("`autograd.grad` of a weight with `create_graph`", penalty_on_weights, by_part=True),
     derived("`autograd.grad` of inputs", read_slope),
-    derived("two forward passes, one backward", two_forwards),
-    derived("a forward pass without gradients before", forward_without_gradient),
-    derived("`checkpoint`", recompute),
+    derived("two forward passes before a backward pass", two_forwards),
+    derived("additional forward pass under `no_grad`", forward_without_gradient),
+    derived("`checkpoint(use_reentrant=False)`", recompute),
     derived("`checkpoint(use_reentrant=True)`", recompute_reentrant),
-    derived("a block twice in a pass", block_twice),
-    derived("a block twice, reentrant", block_twice_reentrant),
-    derived("a copied block through `functional_call`", self_distillation),
+    derived("block called twice in a forward pass", block_twice),
+    derived("block called twice with `checkpoint(use_reentrant=True)`", block_twice_reentrant),
+    derived("`functional_call` with a copied state dict", self_distillation),
     stepping("`all_gather(sync_grads=True)`", COLLECTIVES, gathered_features, by_part=True),
     Action("`all_gather`", COLLECTIVES, WITH_ROWS, gathered_numbers, by_part=True),
-    Action("`all_gather` of unequal sizes", COLLECTIVES, WITH_ROWS, gathered_unequal, by_part=True),
+    Action("`all_gather` of tensors with different sizes", COLLECTIVES, WITH_ROWS, gathered_unequal, by_part=True),
     Action("`all_reduce`", COLLECTIVES, WITH_ROWS, reduced, by_part=True),
 ]

@@ -9,7 +9,7 @@ from actions_on_modules import STEP, with_extra
 from semantic_program import Action
 from torch import Tensor, nn
 
-DTYPES = "dtypes and kinds of parameters"
+DTYPES = "using unusual parameters and buffers"
 # In bfloat16 a difference in the last bit is 4e-3.
 COARSE = 2e-2
 
@@ -102,16 +102,16 @@ def with_offsets(module: Any, rows: Tensor) -> Any:
 
 ACTIONS = [
     built("bf16 layers in fp32 blocks", half_layers, tolerance=COARSE),
-    built("a bf16 layer beside", half_head, with_extra, tolerance=COARSE),
-    built("a float64 layer beside", double_head, with_extra),
-    built("a frozen fp16 layer", frozen_half, with_extra),
-    built("a complex parameter", complex_parameter, with_phase),
-    built("a 0-d parameter", scalar_parameter, with_scale),
-    built("0-d parameters in blocks", scalars_in_blocks),
-    built("a parameter with one element", single_element, with_scale),
-    built("a parameter without elements", empty_parameter),
-    built("a parameter that is not contiguous", transposed_parameter),
-    built("an integer buffer", integer_buffer, with_order),
-    built("a frozen block", frozen_block),
+    built("bf16 layer outside the blocks", half_head, with_extra, tolerance=COARSE),
+    built("float64 layer outside the blocks", double_head, with_extra),
+    built("frozen fp16 layer", frozen_half, with_extra),
+    built("complex parameter", complex_parameter, with_phase),
+    built("parameter without dimensions", scalar_parameter, with_scale),
+    built("parameters without dimensions in blocks", scalars_in_blocks),
+    built("parameter with one element", single_element, with_scale),
+    built("parameter without elements", empty_parameter),
+    built("non-contiguous parameter", transposed_parameter),
+    built("integer buffer", integer_buffer, with_order),
+    built("frozen block", frozen_block),
     built("`ParameterList`", parameter_list, with_offsets),
 ]

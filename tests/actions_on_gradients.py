@@ -8,7 +8,7 @@ import torch
 from semantic_program import Action
 from torch import Tensor, nn
 
-GRADIENTS, HOOKS = "read or edit a gradient", "set a hook"
+GRADIENTS, HOOKS = "reading or changing a gradient", "registering a hook"
 WITH_GRADIENTS = (
     *("on_after_backward", "on_before_optimizer_step", "manual", "fabric.backward"),
     *("callback.on_after_backward", "callback.on_before_optimizer_step"),
@@ -158,28 +158,28 @@ def loss_of_kept(module: Any, rows: Tensor) -> Any:
 
 ACTIONS = [
     edits("`float(p.grad.norm())`", norms),
-    edits("`get_total_norm` of all", total_norm, TWO),
-    edits("cosine of two gradients", cosine, TWO),
+    edits("`get_total_norm` of all gradients", total_norm, TWO),
+    edits("cosine similarity of two gradients", cosine, TWO),
     edits("`p.grad.zero_()` of a block", zero_block),
     edits("`p.grad.mul_()` of a block", scale_block, THREE),
     edits("`_foreach_mul_` of all gradients", scale_all, TWO),
     edits("rows of `p.grad` set to zero", freeze_rows, TWO),
     edits("`p.grad = None` of a block", drop_block, THREE),
-    edits("noise on gradients", add_noise, TWO),
+    edits("random noise added to gradients", add_noise, TWO),
     edits("`p.grad = f(p.grad)`", take_signs, THREE),
     edits("`p.grad = tensor`", assign, TWO),
-    edits("gradient surgery", project, TWO),
-    edits("decay added to gradients", add_decay, TWO),
-    edits("`clip_grad_norm_` of all", lambda m: float(nn.utils.clip_grad_norm_(m.parameters(), 0.1))),
+    edits("projection of a gradient (gradient surgery)", project, TWO),
+    edits("weight decay added to gradients", add_decay, TWO),
+    edits("`clip_grad_norm_` of all gradients", lambda m: float(nn.utils.clip_grad_norm_(m.parameters(), 0.1))),
     edits("`clip_grad_norm_` of a block", lambda m: float(nn.utils.clip_grad_norm_(m.blocks[1].parameters(), 0.01))),
-    edits("`clip_grad_value_` of all", lambda m: nn.utils.clip_grad_value_(m.parameters(), 1e-3)),
-    hooked("`p.register_hook`: rows masked", mask_by_hook),
-    hooked("`p.register_hook`: scaled", scale_by_hook, ("__init__", "on_fit_start")),
+    edits("`clip_grad_value_` of all gradients", lambda m: nn.utils.clip_grad_value_(m.parameters(), 1e-3)),
+    hooked("`p.register_hook` that masks rows", mask_by_hook),
+    hooked("`p.register_hook` that scales the gradient", scale_by_hook, ("__init__", "on_fit_start")),
     hooked("`register_post_accumulate_grad_hook`", halve_when_accumulated),
-    hooked("forward hook changes the output", change_output, EARLY[::3]),
-    hooked("forward pre-hook changes the input", change_input, ("__init__", "on_fit_start")),
-    hooked("forward hook keeps the output", keep_output, EARLY[::3], loss=loss_of_kept),
-    hooked("full backward hook", change_gradient_of_input, EARLY[::3]),
-    hooked("weight changed in a pre-hook", scale_in_hook, ("__init__", "on_fit_start")),
-    hooked("state-dict hook", rename_in_state, ("__init__", "on_fit_start")),
+    hooked("forward hook that changes the output", change_output, EARLY[::3]),
+    hooked("forward pre-hook that changes the input", change_input, ("__init__", "on_fit_start")),
+    hooked("forward hook that stores the output", keep_output, EARLY[::3], loss=loss_of_kept),
+    hooked("full backward hook that scales the gradient", change_gradient_of_input, EARLY[::3]),
+    hooked("forward pre-hook that changes a weight", scale_in_hook, ("__init__", "on_fit_start")),
+    hooked("state dict hook that adds an entry", rename_in_state, ("__init__", "on_fit_start")),
 ]

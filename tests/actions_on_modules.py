@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from phalanx import TrainModule
 
-MODULES = "change modules"
+MODULES = "changing modules"
 STEP = ("training_step",)
 BUILDING = ("setup", "configure_model")
 
@@ -171,11 +171,11 @@ def known_by_identity(module: Any) -> float:
 
 EVALUATED = ("on_train_batch_end", "callback.on_train_epoch_end", "on_train_epoch_start")
 ACTIONS = [
-    Action("`TrainModule` inside another", MODULES, STEP, build=add_child, loss=with_child),
-    changes("lazy layer", initialize_lazy, build=add_lazy, loss=with_extra),
+    Action("`TrainModule` inside another `TrainModule`", MODULES, STEP, build=add_child, loss=with_child),
+    changes("lazy layer initialized", initialize_lazy, build=add_lazy, loss=with_extra),
     changes("layer added", add_layer, (*BUILDING, "on_fit_start", "on_train_epoch_start"), loss=with_extra_if_there),
     Action(
-        "layer added with its parameter group",
+        "layer added with a parameter group",
         MODULES,
         ("on_fit_start", "on_train_epoch_start", "on_train_epoch_end"),
         add_layer_and_train_it,
@@ -185,13 +185,26 @@ ACTIONS = [
     changes("`nn.Parameter` replaced", replace_parameter, (*BUILDING, "on_fit_start", "on_train_epoch_start")),
     changes("embedding resized", resize_embedding, loss=loss_of_larger),
     changes("block replaced by `nn.Identity`", remove_block, (*BUILDING, "on_fit_start")),
-    changes("reference copied", copy_reference, (*BUILDING, "on_fit_start"), loss=with_reference),
-    changes("reference copied into the module", add_reference, (*BUILDING, "on_fit_start"), loss=with_reference),
+    changes(
+        "reference copy of the blocks outside the module",
+        copy_reference,
+        (*BUILDING, "on_fit_start"),
+        loss=with_reference,
+    ),
+    changes(
+        "reference copy of the blocks in the module", add_reference, (*BUILDING, "on_fit_start"), loss=with_reference
+    ),
     changes("block frozen", freeze, (*BUILDING, "on_fit_start", "on_train_epoch_start", "on_train_epoch_end")),
-    changes("block unfrozen later", freeze_and_unfreeze, ("on_train_epoch_start", "callback.on_train_epoch_start")),
-    changes("a block in `eval()`", evaluate_block, ("on_train_epoch_start", "on_train_batch_start"), loss=with_mode),
+    changes(
+        "block unfrozen after an epoch", freeze_and_unfreeze, ("on_train_epoch_start", "callback.on_train_epoch_start")
+    ),
+    changes(
+        "block set to evaluation mode", evaluate_block, ("on_train_epoch_start", "on_train_batch_start"), loss=with_mode
+    ),
     changes("`deepcopy` of the module", copy_whole, ("on_train_batch_end", "callback.on_train_epoch_end")),
-    changes("a forward pass in a hook", call_without_gradient, EVALUATED),
-    changes("names of parameters", names_of_parameters, ("training_step", "on_after_backward", "on_train_batch_end")),
-    changes("parameters as keys", known_by_identity, STEP, build=keep_by_identity),
+    changes("forward pass in a hook", call_without_gradient, EVALUATED),
+    changes(
+        "names of parameters read", names_of_parameters, ("training_step", "on_after_backward", "on_train_batch_end")
+    ),
+    changes("parameters used as dict keys", known_by_identity, STEP, build=keep_by_identity),
 ]

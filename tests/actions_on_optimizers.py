@@ -8,7 +8,7 @@ import torch
 from semantic_program import Action, sgd
 from torch import Tensor, nn
 
-OPTIMIZERS = "optimizers"
+OPTIMIZERS = "using optimizers"
 
 
 def blocks_alone(module: Any) -> torch.optim.Optimizer:
@@ -118,17 +118,17 @@ def manual(name: str, step: Any, **more: Any) -> Action:
 
 RATES = ("on_fit_start", "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end")
 ACTIONS = [
-    Action("optimizer of some parameters", OPTIMIZERS, ("training_step",), optimizer=blocks_alone),
-    Action("groups that leave parameters out", OPTIMIZERS, ("training_step",), optimizer=two_groups),
-    Action("AdamW", OPTIMIZERS, ("training_step",), optimizer=adamw_of_all),
-    Action("learning rate set by hand", OPTIMIZERS, RATES, set_rate),
-    Action("momentum read", OPTIMIZERS, ("on_train_batch_end", "callback.on_train_epoch_end"), read_momentum),
-    Action("momentum set to zero", OPTIMIZERS, ("on_train_batch_end", "on_train_epoch_end"), drop_momentum),
-    manual("two optimizers in turn", step_in_turn, optimizer=two_optimizers),
+    Action("optimizer with only some of the parameters", OPTIMIZERS, ("training_step",), optimizer=blocks_alone),
+    Action("parameter groups with only some of the parameters", OPTIMIZERS, ("training_step",), optimizer=two_groups),
+    Action("`AdamW`", OPTIMIZERS, ("training_step",), optimizer=adamw_of_all),
+    Action("learning rate changed in a hook", OPTIMIZERS, RATES, set_rate),
+    Action("momentum buffers read", OPTIMIZERS, ("on_train_batch_end", "callback.on_train_epoch_end"), read_momentum),
+    Action("momentum buffers set to zero", OPTIMIZERS, ("on_train_batch_end", "on_train_epoch_end"), drop_momentum),
+    manual("two optimizers, stepped one after the other", step_in_turn, optimizer=two_optimizers),
     manual("`step(closure)`", step_with_closure),
-    manual("sharpness-aware minimization", sharpness_aware),
-    manual("`retain_graph`, two backward passes", two_backwards),
-    manual("two losses, two backward passes", two_losses),
-    manual("an update every second batch", every_second_update),
-    manual("clipped in a manual step", clipped_by_module),
+    manual("sharpness-aware minimization (SAM)", sharpness_aware),
+    manual("two backward passes with `retain_graph=True`", two_backwards),
+    manual("two losses with separate backward passes", two_losses),
+    manual("optimizer step after every second batch", every_second_update),
+    manual("`clip_grad_norm_` under manual optimization", clipped_by_module),
 ]

@@ -11,7 +11,7 @@ from semantic_program import Action
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
-READS, WRITES = "read a weight", "write a weight"
+READS, WRITES = "reading a weight", "writing a weight"
 SET_UP = ("configure_model", "setup", "on_fit_start")
 STEP = ("training_step", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
 LATE = ("on_train_epoch_end", "after fit", "callback.on_train_batch_end", "callback.on_validation_epoch_end")
@@ -208,36 +208,40 @@ ACTIONS = [
     reads("`w.abs().mean().item()`", lambda m: [w.abs().mean().item() for w in some_of(m)]),
     reads("`w.data.sum()`", lambda m: [float(w.data.sum()) for w in some_of(m)]),
     reads("one element of a weight", lambda m: [w.flatten()[5].item() for w in some_of(m)]),
-    reads("`numel`, `shape`, `size()`", lambda m: [sum(p.numel() for p in m.parameters()), *some_of(m)[1].shape]),
+    reads("`p.numel()` and `p.shape`", lambda m: [sum(p.numel() for p in m.parameters()), *some_of(m)[1].shape]),
     reads("`parameters_to_vector`", lambda m: parameters_to_vector(m.parameters()).detach().norm()),
-    reads("norms of `state_dict()`", lambda m: [v.float().norm() for v in m.state_dict().values()], (*SOME, *LATE)),
+    reads(
+        "norms of the tensors in `state_dict()`",
+        lambda m: [v.float().norm() for v in m.state_dict().values()],
+        (*SOME, *LATE),
+    ),
     reads("`w.detach().numpy()`", lambda m: [w.detach().numpy().std() for w in some_of(m)]),
     reads("largest elements (`topk`)", lambda m: m.embed.weight.detach().flatten().topk(3).values.sum()),
-    reads("spectral norm", lambda m: torch.linalg.matrix_norm(m.blocks[1].widen.weight.detach(), 2)),
+    reads("spectral norm of a weight", lambda m: torch.linalg.matrix_norm(m.blocks[1].widen.weight.detach(), 2)),
     reads("product of two weights", lambda m: (m.blocks[0].query.weight @ m.blocks[0].key.weight.T).trace()),
-    reads("distance from the start", distance_from_start, ("on_fit_start+on_train_batch_end", *SOME[:2])),
+    reads("distance from the initial weights", distance_from_start, ("on_fit_start+on_train_batch_end", *SOME[:2])),
     reads("`deepcopy` of a block", copied_block),
     Action("`self.log(w.norm())`", READS, ("training_step", "on_train_batch_end", "on_after_backward"), log_norm),
-    writes("`clamp_` of all", clamp, WHEN_WRITTEN),
+    writes("`clamp_` of all weights", clamp, WHEN_WRITTEN),
     writes("`mul_` of a block", shrink_block, WHEN_WRITTEN),
     writes("`p.data = ...`", assign_data, WHEN_WRITTEN),
     writes("`copy_` between layers", copy_layer),
     writes("`load_state_dict` of a block", load_block, ("configure_model", *BETWEEN)),
-    writes("`load_state_dict` of all", load_all),
+    writes("`load_state_dict` of the module", load_all),
     writes("`nn.init`", initialize, ("configure_model", *BETWEEN)),
     writes("`nn.init` with a generator", initialize_at_random),
-    writes("noise", add_noise),
-    writes("rows set to zero", zero_rows),
-    writes("rows normalized", normalize_rows),
+    writes("random noise added to weights", add_noise),
+    writes("rows of a weight set to zero", zero_rows),
+    writes("rows of a weight normalized", normalize_rows),
     writes("`vector_to_parameters`", through_vector),
-    writes("`torch._foreach_mul_`", shrink_all_at_once),
-    writes("weights masked", mask_weights),
-    writes("`p.data.mul_`, `p.data[i]`", write_through_data),
+    writes("`torch._foreach_mul_` of all weights", shrink_all_at_once),
+    writes("weights multiplied by a mask", mask_weights),
+    writes("`p.data.mul_()` and `p.data[i].zero_()`", write_through_data),
     writes("`module.apply`", apply_to_modules),
-    writes("teacher moved in place", move_teacher, build=add_teacher, loss=loss_to_teacher),
-    writes("teacher moved by `p.data = `", assign_teacher, build=add_teacher, loss=loss_to_teacher),
+    writes("moving average of a teacher, in place", move_teacher, build=add_teacher, loss=loss_to_teacher),
+    writes("moving average of a teacher, with `p.data = ...`", assign_teacher, build=add_teacher, loss=loss_to_teacher),
     Action(
-        "weights swapped while validating",
+        "weights replaced during validation",
         WRITES,
         (
             "on_validation_start+on_validation_end",
@@ -245,7 +249,7 @@ ACTIONS = [
         ),
         swap,
     ),
-    writes("buffers counted up", count_steps, build=add_counts, loss=loss_with_counts),
+    writes("buffers updated at each step", count_steps, build=add_counts, loss=loss_with_counts),
     Action("`Embedding(max_norm)`", WRITES, ("training_step",), build=add_max_norm),
     Action("`prune.l1_unstructured`", WRITES, ("training_step",), build=add_pruning),
     Action("`weight_norm`", WRITES, ("training_step",), build=add_weight_norm),

@@ -150,8 +150,9 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="a page whose part between the marks becomes the table")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    heads = [f"windows of {window}" for window in WINDOWS]
-    lines = ["| mesh | " + " | ".join(heads) + " | resumed from `single` | resumed by `single` |", "|---" * 5 + "|"]
+    heads = [f"{window} micro-batch{'es' if window > 1 else ''}" for window in WINDOWS]
+    heads += ["started on `single`, resumed on the mesh", "started on the mesh, resumed on `single`"]
+    lines = ["| mesh | " + " | ".join(heads) + " |", "|---" * 5 + "|"]
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
         for mesh in MESHES:

@@ -36,6 +36,11 @@ ROWS = 8 * GLOBAL_BATCH * STEPS
 PRECISIONS = {"32-true": 1e-5, "bf16-mixed": 2e-2, "fp8-mixed": 2e-2}
 """How far a step's loss may be from plain torch's, relative."""
 WINDOWS: dict[str, tuple[int, ...]] = {"1": (1,), "4": (4,), "1,2,3,1,4,2": (1, 2, 3, 1, 4, 2)}
+HEADINGS = {
+    "1": "1 micro-batch",
+    "4": "4 micro-batches",
+    "1,2,3,1,4,2": "1, 2, 3, 1, 4 and 2 micro-batches in turn",
+}
 # How many ranks each trains on, and on how many different parts of a global batch.
 STRATEGIES = {
     "single": (1, 1),
@@ -167,8 +172,9 @@ def table(deviations: dict[Cell, float]) -> str:
     for precision in dict.fromkeys(cell.precision for cell in deviations):
         cells = {cell: value for cell, value in deviations.items() if cell.precision == precision}
         kinds = list(dict.fromkeys((cell.windows, cell.clips) for cell in cells))
-        heads = [f"windows {windows}{', clipping' if clips else ''}" for windows, clips in kinds]
-        lines = [f"| `{precision}` | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        heads = [f"{HEADINGS[windows]}{', clipping' if clips else ''}" for windows, clips in kinds]
+        lines = [f"Largest relative difference of the losses in `{precision}`:", ""]
+        lines += ["| strategy | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
         for strategy in dict.fromkeys(cell.strategy for cell in cells):
             values = [cells[Cell(strategy, precision, *kind)] for kind in kinds]
             lines.append(f"| `{strategy}` | " + " | ".join(f"{value:.0e}" for value in values) + " |")

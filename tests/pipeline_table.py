@@ -242,9 +242,11 @@ def measured(schedule: str, ranks: int, window: int) -> Row:
 def table(ranks: int, window: int) -> str:
     """Return the table as Markdown."""
     lines = [
-        f"{ranks} ranks, windows of {window} micro-batches:",
+        f"Messages and bubbles in one optimizer step with {ranks} processes and {window} micro-batches:",
         "",
-        "| schedule | messages a window: torch | phalanx | KiB: torch | phalanx | bubble: formula | torch | phalanx |",
+        "| schedule | messages in PyTorch | messages in phalanx "
+        "| size of messages in PyTorch (KiB) | size of messages in phalanx (KiB) "
+        "| bubble by formula | bubble in PyTorch | bubble in phalanx |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for schedule in SCHEDULES:

@@ -51,8 +51,8 @@ CASES = [
     Case("fsdp", "cp=4,tp=8", length=32_768),
 ]
 HEAD = [
-    "| degrees | micro-batches x tokens | fits 80 GB | peak | of it activations "
-    "| of it parameters, gradients and state | sent by all ranks for a token |",
+    "| strategy and degrees | micro-batches x tokens per micro-batch | fits in 80 GB | peak memory use "
+    "| memory for activations | memory for parameters, gradients and optimizer state | data sent per token |",
     "|---" * 7 + "|",
 ]
 

@@ -310,8 +310,9 @@ def main() -> int:
     parser.add_argument("--only", help="rows whose name contains this text")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    lines = ["| mesh | peak rehearsed, KB | measured, KB | difference | collectives rehearsed | measured |"]
-    lines += ["|---" * 6 + "|"]
+    heads = ["peak memory in the dry run (KB)", "peak memory in the real run (KB)", "difference of the peaks"]
+    heads += ["collectives in the dry run: calls x type (total size)", "collectives in the real run"]
+    lines = ["| mesh | " + " | ".join(heads) + " |", "|---" * 6 + "|"]
     print("\n".join(lines), flush=True)
     good = True
     for case in CASES:
@@ -325,7 +326,7 @@ def main() -> int:
         good = good and abs(difference) <= TOLERANCE and are_close(counted, expected)
         lines.append(
             f"| `{case}` | {found.peak.total / 1e3:,.0f} | {peak / 1e3:,.0f} | {difference:+.1%} | {_text(counted)} | "
-            f"{'the same' if expected == counted else _text(expected)} |"
+            f"{'same as in the dry run' if expected == counted else _text(expected)} |"
         )
         print(lines[-1], flush=True)
     close_pools()
@@ -336,7 +337,7 @@ def main() -> int:
 
 
 def _text(counts: Counts) -> str:
-    return ", ".join(f"{times} {kind} {size / 1e3:,.1f} KB" for kind, (times, size) in sorted(counts.items()))
+    return ", ".join(f"{times} x {kind} ({size / 1e3:,.1f} KB)" for kind, (times, size) in sorted(counts.items()))
 
 
 if __name__ == "__main__":

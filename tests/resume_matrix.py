@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -225,14 +226,15 @@ def _shown(cell: Cell | None, diagonal: bool) -> str:
 
 
 def summary(cells: Cells, seconds: float) -> str:
-    """Return the extremes in a sentence."""
+    """Return the extremes in sentences."""
     (row, column), worst = max(cells.items(), key=lambda item: item[1].deviation)
     diagonal = [cell.equal for (row, column), cell in cells.items() if row == column]
-    return (
-        f"{len(cells)} cells in {seconds / 60:.0f} minutes; the largest relative difference of a loss is "
-        f"{worst.deviation:.1e}, from `{row}` to `{column}`; {sum(diagonal)} of {len(diagonal)} on the diagonal are "
-        "equal to the bit."
+    text = (
+        f"The {len(cells)} resumed runs took {seconds / 60:.0f} min. The largest relative difference is "
+        f"{worst.deviation:.1e}, from `{row}` to `{column}`. On the diagonal, {sum(diagonal)} of {len(diagonal)} runs "
+        "are bit-identical to the uninterrupted run."
     )
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 Save = Callable[[Any, Path], tuple[Any, float]]

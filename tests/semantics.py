@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ import torch
 from marked_pages import write_table
 from ranks import close_pools, end_ranks, preload
 from semantic_cells import ACTIONS, REFUSED, RIGHT, WRONG, Cell, Layout, Verdict, tried
+
+from phalanx.framework.core.wording import counted
 
 RANKS: dict[str, tuple[int, ...]] = {
     "single": (1,),
@@ -116,12 +119,13 @@ def wrong_cells(strategy: str, ranks: int = 2) -> Verdicts:
 
 def summary(verdicts: Mapping[Cell, Verdict], seconds: float) -> str:
     """Return the numbers of cells in a sentence."""
-    counts = [sum(each.word == word for each in verdicts.values()) for word in (RIGHT, REFUSED, WRONG)]
+    right, refused, wrong = (sum(each.word == word for each in verdicts.values()) for word in (RIGHT, REFUSED, WRONG))
     names = {cell.action for cell in verdicts}
-    return (
-        f"{len(verdicts)} cells of {len(names)} actions in {seconds / 60:.0f} minutes: "
-        f"{counts[0]} right, {counts[1]} refused, {counts[2]} wrong."
+    text = (
+        f"The {len(verdicts):,} runs of {len(names)} actions took {seconds / 60:.0f} min. Of these runs, {right:,} "
+        f"gave the same values as plain PyTorch, {refused:,} raised an error, and {wrong:,} gave a wrong result."
     )
+    return textwrap.fill(text, 120)
 
 
 def table(verdicts: Mapping[Cell, Verdict]) -> str:
@@ -146,21 +150,37 @@ def _shown(verdicts: Mapping[Cell, Verdict], action: str, strategy: str) -> str:
     kinds = [word for word in _SIGNS if word in words]
     if len(kinds) <= 1:
         return "".join(_SIGNS[word] for word in kinds)
-    return ", ".join(f"{_SIGNS[word]} {words.count(word)}" for word in kinds)
+    return ", ".join(f"{_SIGNS[word]} in {counted(words.count(word), 'run')}" for word in kinds)
+
+
+# What differs between the messages of one error: quoted text with a dtype, dotted names, the names of classes, numbers.
+_VARIES = re.compile(
+    r"'[^']*'(?: in \w+)?|\w+(?:\.\w+)+(?:, \w+(?:\.\w+)+)*(?: and \d+ more)?|\b[A-Z]\w+|\d+(?:, \d+)*"
+    r"|^\S+(?= (?:is|has) )|\w+(?= had no part)"
+)
+_LISTED = 6
+"""How many actions a row of the table of errors lists."""
 
 
 def sentences(verdicts: Mapping[Cell, Verdict]) -> str:
-    """Return what is refused, a line for each action and strategy with the first sentence."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Return what is refused, a line for each error with its shortest message, its strategies and its actions."""
+    messages: dict[str, str] = {}
+    strategies: dict[str, list[str]] = {}
+    actions: dict[str, list[str]] = {}
     for cell, verdict in verdicts.items():
         if verdict.word == REFUSED:
             sentence = re.sub(r"^rank \d+ \(pid \d+\)", "a rank", " ".join(verdict.what.partition(": ")[2].split()))
-            names = found.setdefault((cell.action, sentence), [])
-            if cell.layout.strategy not in names:
-                names.append(cell.layout.strategy)
-    lines = ["| action | strategies | error |", "|---|---|---|"]
-    for (action, sentence), names in found.items():
-        lines.append(f"| {action} | {', '.join(names)} | {sentence.replace('|', ' ')} |")
+            sentence = sentence.replace("|", " ")
+            error = _VARIES.sub("", sentence)
+            messages[error] = min(messages.get(error, sentence), sentence, key=len)
+            for listed, name in ((strategies, cell.layout.strategy), (actions, cell.action)):
+                if name not in (names := listed.setdefault(error, [])):
+                    names.append(name)
+    lines = ["| message | strategies | actions |", "|---|---|---|"]
+    for error, message in messages.items():
+        names, more = actions[error], len(actions[error]) - _LISTED
+        shown = "; ".join(names) if more <= 0 else f"{'; '.join(names[:_LISTED])}; and {more} others"
+        lines.append(f"| `{message}` | {', '.join(f'`{name}`' for name in strategies[error])} | {shown} |")
     return "\n".join(lines)
 
 
@@ -171,7 +191,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--action", action="append", default=[], help="actions with this in their names")
     parser.add_argument("--moment", action="append", default=[], help="this moment alone")
     parser.add_argument("--all", action="store_true", help="all moments on all numbers of ranks; several times as long")
-    parser.add_argument("--write", type=Path, help="a page whose parts between the marks become the tables")
+    parser.add_argument("--write", type=Path, help="a page whose part between the marks becomes the tables")
     parser.add_argument("--wrong", type=Path, help="a file to which the wrong cells are appended")
     return parser.parse_args(given)
 
@@ -191,8 +211,7 @@ def main(given: Sequence[str] | None = None) -> int:
     text = summary(verdicts, time.monotonic() - began)
     if chosen.write is not None:
         write_table(chosen.write, "semantics table", f"{table(verdicts)}\n\n{text}")
-        write_table(chosen.write, "refusals", sentences(verdicts))
-    print(f"{table(verdicts)}\n\n{text}")
+    print(f"{table(verdicts)}\n\n{text}\n\n{sentences(verdicts)}")
     return 1 if any(each.word == WRONG for each in verdicts.values()) else 0
 
 

@@ -31,7 +31,7 @@ def test_each_argument_in_the_tables_exists() -> None:
 
 
 def test_each_hook_in_the_tables_exists() -> None:
-    rows = [line.split("|")[2] for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    rows = [line.split("|", 2)[2] for line in PAGE.read_text().splitlines() if line.startswith("|")]
     hooks = {name for row in rows for name in re.findall(r"`(on_\w+|\w+_step|configure_\w+|\w+_dataloader)`", row)}
     assert len(hooks) > 10
     assert [name for name in hooks if not hasattr(Callback, name) and not hasattr(TrainModule, name)] == []
@@ -39,7 +39,7 @@ def test_each_hook_in_the_tables_exists() -> None:
 
 def test_each_attribute_of_a_trainer_exists() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    right = " ".join(line.split("|")[2] for line in PAGE.read_text().splitlines() if line.startswith("|"))
+    right = " ".join(line.split("|", 2)[2] for line in PAGE.read_text().splitlines() if line.startswith("|"))
     names = set(re.findall(r"`trainer\.(\w+)", right))
     assert len(names) > 6
     assert names - set(dir(trainer)) == set()

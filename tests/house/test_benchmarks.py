@@ -95,4 +95,4 @@ def test_what_many_ranks_would_send_is_computed() -> None:
     checkpoint, _ = growth.beyond((4, 16), 1)
     found = {title: cells for title, *cells in checkpoint.rows}
     assert found["files"] == ["8", "32"]
-    assert found["pieces of tensors"] == ["192", "768"]
+    assert found["tensor pieces"] == ["192", "768"]
