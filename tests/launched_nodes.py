@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from free_ports import FIRST, free_port
-from ranks import completed, started_script
+from ranks import completed, end_session, started_script
 
 # The command, in a process that may have torch imported. Its limits on time are a few seconds: a launcher on a machine
 # that is busy may give no sign of life for five.
@@ -81,7 +81,14 @@ def several_nodes(
             options = ["-n", "1", "--nodes", nodes or str(count), *place, *arguments]
             process = started_script(LAUNCH, *options, env=variables, is_new=node in new)
             started.append(stack.enter_context(process))
-        yield started
+        try:
+            yield started
+        except BaseException:
+            for node, each in enumerate(started):
+                end_session(each.pid)
+                with contextlib.suppress(ValueError, subprocess.TimeoutExpired):
+                    print(f"--- node {node} printed:\n{each.communicate(timeout=10)[0][-6000:]}")
+            raise
 
 
 def _task(node: int, port: int) -> dict[str, str]:

@@ -103,7 +103,7 @@ def test_the_interval_is_found() -> None:
 
 def test_a_step_that_fails_twice_is_not_tried_again() -> None:
     done = run_script(LOOP, "ddp", "2", "5", "1", "0:1:7", "1:1:7", "2:1:7")
-    assert done.returncode == 137
+    assert done.returncode == 137, done.stdout
     assert "optimizer step 3 failed twice in a row" in done.stdout
 
 
