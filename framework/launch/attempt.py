@@ -78,6 +78,7 @@ class Attempt:
         """Add a rank that was just started."""
         rank = RankProcess(self._first_rank + len(self.ranks), process)
         self.ranks.append(rank)
+        self.heartbeats.create(rank.rank)
         if self.received is not None:
             # The signal arrived while ranks were being started: this rank has not received it.
             rank.send(self.received)

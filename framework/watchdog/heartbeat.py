@@ -3,8 +3,8 @@
 A run passes through sections: set-up, epoch (between the batches of two epochs), step, evaluation, save and teardown.
 A rank writes the section, a counter that changes with every heartbeat in it, and the current optimizer step, epoch
 and batch. A step costs two writes of a struct and three of a number, into memory: no system call, no lock, no clock.
-The reader has its own clock, and checks whether the bytes have changed. A mapping that the reader has opened outlives
-the rank, so it also shows the position of a killed rank.
+The reader has its own clock, and checks whether the bytes have changed. A supervisor creates the memory for its ranks,
+so it outlives them, and shows the position of a rank that was killed too.
 
 All ranks write the same sequence, so their positions can be compared: the others wait for the rank with
 the lowest number. Within a step or an evaluation ``phase`` gives the position.
@@ -20,6 +20,7 @@ import os
 import signal
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -215,6 +216,16 @@ class HeartbeatReader:
         self._content = b""
         self._record: HeartbeatRecord | None = None
 
+    def create(self) -> None:
+        """Create the memory, unless the rank has.
+
+        The memory of a rank that created it itself ends with the rank: where this reader had not opened it before, the
+        step at which the rank was killed would be unknown, and a step that fails again and again be started again.
+        """
+        with contextlib.suppress(OSError):
+            if (file := _create(self._path)) >= 0:
+                weakref.finalize(self, os.close, file)
+
     def read(self) -> HeartbeatRecord | None:
         """Return the latest record, the same object while it is unchanged; None before the rank's first stage."""
         if self._memory is None:
@@ -232,16 +243,24 @@ class HeartbeatReader:
 
 
 def _create(path: Path) -> int:
-    """Create the shared memory behind ``path``; return a descriptor that keeps it alive, or -1.
+    """Create the shared memory behind ``path``, unless it exists; return a descriptor that keeps it alive, or -1.
 
     If the system has memory files, no disk is involved: a write never waits for a disk, nor fails on a full one.
     """
-    if hasattr(os, "memfd_create"):
+    # A rank and its supervisor may create it at the same time.
+    with contextlib.suppress(FileExistsError):
+        if not hasattr(os, "memfd_create"):
+            with open(path, "xb") as plain:
+                plain.write(_EMPTY)
+            return -1
         file = os.memfd_create("phalanx-beat")
-        os.write(file, _EMPTY)
-        os.symlink(f"/proc/{os.getpid()}/fd/{file}", path)
+        try:
+            os.write(file, _EMPTY)
+            os.symlink(f"/proc/{os.getpid()}/fd/{file}", path)
+        except BaseException:
+            os.close(file)
+            raise
         return file
-    path.write_bytes(_EMPTY)
     return -1
 
 

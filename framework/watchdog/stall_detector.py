@@ -58,6 +58,11 @@ class SupervisedRanks:
         self._directory = directory
         self._readers: dict[int, HeartbeatReader] = {}
 
+    def create(self, rank: int) -> None:
+        """Create the memory of a rank that is being started."""
+        self._readers[rank] = HeartbeatReader(self._directory, rank)
+        self._readers[rank].create()
+
     def records(self, pids: Mapping[int, int]) -> dict[int, HeartbeatRecord | None]:
         """Return the latest record of each rank; None for a rank that has not begun."""
         for rank in pids:

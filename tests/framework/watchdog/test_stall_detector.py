@@ -373,6 +373,7 @@ heartbeat.step()
 def wait_for_others(): time.sleep(60)
 def sleep(): time.sleep(60)
 def stop(): os.kill(os.getpid(), signal.SIGSTOP)
+def die(): os.kill(os.getpid(), signal.SIGKILL)
 def sleep_with_lock(): ctypes.PyDLL(None).sleep(60)
 def compute_with_lock(): re.match("(a+)+$", "a" * 60 + "b")
 def make_progress():
@@ -394,11 +395,23 @@ def watch_ranks(supervisor: Supervisor, directory: Path, *hows: str) -> tuple[Ve
         command = [sys.executable, "-c", RANK, str(directory), str(rank), how]
         supervisor.add(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": root}))
     until = time.monotonic() + 30
-    while not all((directory / f"rank_{rank}.beat").is_symlink() for rank in range(len(hows))):
+    readers = [HeartbeatReader(str(directory), rank) for rank in range(len(hows))]
+    while not all(reader.read() for reader in readers):
         assert time.monotonic() < until
         time.sleep(0.01)
     began = time.monotonic()
     return supervisor.watch(), time.monotonic() - began
+
+
+def test_the_step_is_known_of_a_rank_that_was_killed_before_anything_was_read(tmp_path: Path) -> None:
+    supervisor = Supervisor(str(tmp_path))
+    root = str(Path(phalanx.__file__).parent.parent)
+    command = [sys.executable, "-c", RANK, str(tmp_path), "0", "die"]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": root})
+    supervisor.add(process)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    verdict = supervisor.watch()
+    assert (verdict.exit_code, verdict.step) == (137, 5)
 
 
 def test_restarted_ranks_are_watched_from_the_start(tmp_path: Path) -> None:
