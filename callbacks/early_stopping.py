@@ -158,7 +158,7 @@ class EarlyStopping(Callback):
             self._check(trainer)
 
     def on_validation_end(self, trainer: TrainerView, module: TrainModule) -> None:
-        if trainer.state.stage != "fit" or trainer.sanity_checking:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         if not acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)

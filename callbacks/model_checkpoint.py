@@ -292,7 +292,7 @@ class ModelCheckpoint(Callback):
         self._last_step.update_begins(trainer)
 
     def on_exception(self, trainer: TrainerView, module: TrainModule, exception: BaseException) -> None:
-        if trainer.state.stage == "fit" and not trainer.fast_dev_run and self.dirpath is not None:
+        if trainer.state.fn == "fit" and not trainer.fast_dev_run and self.dirpath is not None:
             self._last_step.save(trainer, Path(self.dirpath, f"on_exception{self.FILE_EXTENSION}"), exception)
 
     def on_train_batch_end(
@@ -309,7 +309,7 @@ class ModelCheckpoint(Callback):
             self._last_step.batch_ends(trainer)
 
     def on_validation_end(self, trainer: TrainerView, module: TrainModule) -> None:
-        if trainer.state.stage != "fit" or trainer.sanity_checking:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         self._validated = True
         at_epoch_end = acts_at_epoch_end(trainer, self.save_on_train_epoch_end)

@@ -104,5 +104,5 @@ class OnExceptionCheckpoint(Callback):
         self._last.end()
 
     def on_exception(self, trainer: TrainerView, module: TrainModule, exception: BaseException) -> None:
-        if trainer.state.stage == "fit" and not trainer.fast_dev_run:
+        if trainer.state.fn == "fit" and not trainer.fast_dev_run:
             self._last.save(trainer, Path(self.ckpt_path), exception)

@@ -115,7 +115,7 @@ class OptunaPruning(Callback):
             self._report(trainer, trainer.current_epoch)
 
     def on_validation_end(self, trainer: TrainerView, module: TrainModule) -> None:
-        if trainer.state.stage == "fit" and not trainer.sanity_checking and not acts_at_epoch_end(trainer, None):
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and not acts_at_epoch_end(trainer, None):
             self._report(trainer, trainer.global_step)
 
     def _report(self, trainer: TrainerView, number: int) -> None:

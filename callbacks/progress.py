@@ -248,7 +248,7 @@ class ProgressBar(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: TrainerView, module: TrainModule) -> None:
-        self._finish(trainer, quiet=trainer.state.stage == "fit")
+        self._finish(trainer, quiet=trainer.state.fn == "fit")
 
     def on_test_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin("test", sum(trainer.num_test_batches) or UNKNOWN)
@@ -273,7 +273,7 @@ class ProgressBar(Callback):
         frame = self._frames[-1]
         loss = trainer.latest_loss
         frame.look(done, time.monotonic())
-        in_training = len(self._frames) == 1 and trainer.state.stage == "fit" and not trainer.sanity_checking
+        in_training = len(self._frames) == 1 and trainer.state.fn == "fit" and not trainer.sanity_checking
         details: list[str] = []
         if in_training:
             if (throughput := None if self._throughput is None else self._throughput.take()) is not None:
@@ -299,7 +299,7 @@ class ProgressBar(Callback):
             self._next_look = 0.0 if self._skips_batches else time.monotonic() + self._screen.seconds
         else:
             self._next_look = _NEVER
-            if trainer.state.stage != "fit":
+            if trainer.state.fn != "fit":
                 self._screen.close()
 
 

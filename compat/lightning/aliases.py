@@ -32,30 +32,44 @@ MODULES: dict[str, dict[str, str]] = {
         "framework.api.data_module": "LightningDataModule=DataModule",
         "framework.api.train_module": "LightningModule=TrainModule",
     },
+    "core.mixins": {"framework.core.hyperparameters": "HyperparametersMixin"},
+    "core.optimizer": {"framework.loop.manual_optimizer": "LightningOptimizer=ManualOptimizer"},
     "fabric.strategies": {"strategies": "*"},
     "fabric.utilities": {
-        ".": "rank_zero seed types",
+        ".": "apply_func rank_zero seed types",
         _UTILITIES: "AttributeDict measure_flops move_data_to_device rank_zero_deprecation rank_zero_info "
         "rank_zero_only rank_zero_warn",
     },
     "fabric.utilities.rank_zero": {_UTILITIES: _RANK_ZERO},
     "fabric.utilities.seed": {"framework.distributed.seed": "seed_everything"},
-    "fabric.utilities.types": {_UTILITIES: "Optimizable ReduceOp"},
+    "fabric.utilities.apply_func": {_UTILITIES: "move_data_to_device"},
+    "fabric.utilities.types": {
+        _UTILITIES: "Optimizable ReduceOp",
+        f"{_UTILITIES}.types": "_DEVICE _MAP_LOCATION_TYPE _PATH",
+    },
     "fabric.wrappers": {"compat.lightning.fabric": "_unwrap_objects is_wrapped"},
     "loggers.csv_logs": {"loggers.csv_file": "CSVLogger"},
     "loggers.logger": {"framework.metrics.logger": "Logger"},
     "loggers.tensorboard": {"loggers.tensorboard": "TensorBoardLogger"},
     "trainer": {
+        ".": "states",
         "framework.distributed.seed": "seed_everything",
         "framework.trainer.trainer": "Trainer",
     },
+    "trainer.states": {"compat.lightning.states": "RunningStage TrainerFn TrainerState TrainerStatus"},
     "utilities.combined_loader": {_UTILITIES: "CombinedLoader"},
     "utilities.exceptions": {"framework.core.errors": "MisconfigurationException=ConfigurationError"},
     "utilities.grads": {_UTILITIES: "grad_norm"},
     "utilities.imports": {_UTILITIES: "_OMEGACONF_AVAILABLE _RICH_AVAILABLE _TORCHVISION_AVAILABLE"},
+    "utilities.memory": {
+        "framework.diagnostics.out_of_memory": "is_oom_error=is_out_of_memory",
+        "framework.distributed.devices": "garbage_collection_cuda=empty_caches",
+    },
     "utilities.model_helpers": {_UTILITIES: "get_torchvision_model is_overridden"},
+    "utilities.parsing": {_UTILITIES: "AttributeDict"},
     "utilities.rank_zero": {_UTILITIES: _RANK_ZERO},
     "utilities.seed": {_UTILITIES: "isolate_rng"},
+    "utilities.warnings": {_UTILITIES: "PossibleUserWarning"},
 }
 
 # Modules without a counterpart, wherever Lightning has them, and what to use instead.

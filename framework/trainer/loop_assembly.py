@@ -139,7 +139,7 @@ def _position(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
 def evaluation_plan(session: Session, stage: str, sources: list[EvaluationSource]) -> Any:
     """Return the plan of an evaluation over these sources; None for a fit without validation data."""
     settings = session.settings
-    if stage == "validate" and session.state.stage == "fit" and (not sources or settings.limits["validate"] == 0):
+    if stage == "validate" and session.state.fn == "fit" and (not sources or settings.limits["validate"] == 0):
         return None
     limits = [settings.limit_batches(stage, source.len_batches()) for source in sources]
     plan = EvaluationPlan(stage, sources, limits, None, session.settings.given.inference_mode)

@@ -47,15 +47,15 @@ METRIC_KINDS = ("callback", "logged", "progress_bar")
 
 @dataclass
 class TrainerState:
-    """The stage that a Trainer executes, and its status: ``"running"``, ``"finished"`` or ``"interrupted"``."""
+    """The method that a Trainer executes, and its status. The names are those of Lightning."""
 
-    stage: str = "fit"
+    fn: str = "fit"
+    """The current or last method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
     status: str = "initializing"
-
-    @property
-    def fn(self) -> str:
-        """The name of the method that was called, which is ``stage``."""
-        return self.stage
+    """``"initializing"``, ``"running"``, ``"finished"`` or ``"interrupted"``."""
+    stage: str | None = None
+    """What the method executes: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``; None
+    between two methods. During the validation of a fit, ``fn`` is ``"fit"`` and ``stage`` is ``"validate"``."""
 
     @property
     def finished(self) -> bool:
@@ -142,6 +142,17 @@ class Session:
     def resources(self) -> Resources:
         """The requested devices, strategy and precision."""
         return self.fabric.resources
+
+    @property
+    def stage(self) -> str | None:
+        """What the method in progress executes, as in ``TrainerState``."""
+        if self.state.status != "running":
+            return None
+        if self.state.fn != "fit":
+            return self.state.fn
+        if self.run is not None and self.run.sanity_checking:
+            return "sanity_check"
+        return "validate" if self.run is not None and self.run.evaluating else "train"
 
     # ---- a stage, from begin to end -------------------------------------------------------------------------------
 
@@ -315,7 +326,7 @@ class Session:
         """Restore the outcome that rank 0 has sent."""
         self.state, self.last_progress, self.last_metrics = outcome["state"], outcome["progress"], outcome["metrics"]
         self.records.take_numbers(outcome["records"])
-        if self.state.stage == "fit":
+        if self.state.fn == "fit":
             self.records.end_elsewhere()
         self.directory.adopt(*outcome["directory"])
         self.attach_loggers()

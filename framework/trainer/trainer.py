@@ -753,8 +753,8 @@ class Trainer(RankProperties):
 
     @property
     def state(self) -> TrainerState:
-        """The stage in progress, and how the last one ended."""
-        return self._session.state
+        """The method in progress, the stage that it executes, and how the last method ended."""
+        return replace(self._session.state, stage=self._session.stage)
 
     @property
     def seed(self) -> int:

@@ -25,11 +25,14 @@ MODULES = (
     ".strategies",
     ".trainer",
 )
-SUBMODULES = ("combined_loader", "exceptions", "grads", "model_helpers", "rank_zero", "seed", "types")
+SUBMODULES = (
+    *("combined_loader", "exceptions", "grads", "memory", "model_helpers", "parsing", "rank_zero", "seed", "types"),
+    "warnings",
+)
 # Helpers for authors of Lightning itself.
 UTILITIES_LEFT_OUT = {
-    *("GradClipAlgorithmType", "LightningEnum", "disable_possible_user_warnings", "find_shared_parameters"),
-    *("is_picklable", "is_shared_filesystem", "set_shared_parameters", "suggested_max_num_workers"),
+    *("GradClipAlgorithmType", "LightningEnum", "find_shared_parameters", "is_picklable"),
+    *("is_shared_filesystem", "set_shared_parameters", "suggested_max_num_workers"),
 }
 
 PROGRAM = """
@@ -135,6 +138,69 @@ def test_a_program_trains_the_same_model_with_its_import_lines_changed(
     assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
     assert ours[1] == [pytest.approx(each, abs=1e-6) for each in theirs[1]]
     torch.testing.assert_close(ours[2], theirs[2], rtol=0, atol=1e-6)
+
+
+STATES = """
+import torch
+from torch.utils.data import DataLoader
+import {lightning} as pl
+from {lightning}.trainer.states import RunningStage, TrainerFn, TrainerStatus
+
+loader = DataLoader(torch.ones(2, 1), batch_size=2)
+seen = []
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def note(self, hook):
+        state = self.trainer.state
+        seen.append((hook, TrainerFn(state.fn).name, RunningStage(state.stage).name, TrainerStatus(state.status).name))
+        assert state.fn == TrainerFn[seen[-1][1]] and state.stage == RunningStage[seen[-1][2]]
+
+    def setup(self, stage):
+        self.note("setup " + stage)
+
+    def training_step(self, batch, batch_idx):
+        self.note("training_step")
+        return self.net(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.note("validation_step")
+
+    def test_step(self, batch, batch_idx):
+        self.note("test_step")
+
+    def predict_step(self, batch, batch_idx):
+        self.note("predict_step")
+
+    def on_train_epoch_end(self):
+        self.note("on_train_epoch_end")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, **quiet)
+module = Module()
+trainer.fit(module, loader, loader)
+ended = trainer.state.fn == TrainerFn.FITTING, trainer.state.stage, trainer.state.finished
+trainer.validate(module, loader, verbose=False)
+trainer.test(module, loader, verbose=False)
+trainer.predict(module, loader)
+"""
+
+
+def test_the_state_of_a_trainer_has_the_values_of_lightning() -> None:
+    found = []
+    for lightning in ("lightning.pytorch", "phalanx.compat.lightning"):
+        namespace: dict[str, Any] = {"__name__": "program"}
+        exec(compile(STATES.format(lightning=lightning), f"{lightning}.py", "exec"), namespace)
+        found.append((namespace["seen"], namespace["ended"]))
+    assert found[0] == found[1]
 
 
 def program_on_a_rank(folder: str) -> Any:

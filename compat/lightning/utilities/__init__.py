@@ -6,6 +6,7 @@ The functions that act on rank 0 alone are those of ``lightning_utilities``, whi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -41,6 +42,7 @@ from . import types as types
 __all__ = [
     "AttributeDict",
     "CombinedLoader",
+    "disable_possible_user_warnings",
     "grad_norm",
     "measure_flops",
     "move_data_to_device",
@@ -108,6 +110,19 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     if norms:
         norms[f"grad_{order}_norm_total"] = torch.linalg.vector_norm(torch.stack(list(norms.values())), order)
     return norms
+
+
+class PossibleUserWarning(UserWarning):
+    """The category by which programs filter Lightning's hints. phalanx does not emit it."""
+
+
+def disable_possible_user_warnings(module: str = "") -> None:
+    """Ignore warnings of the category ``PossibleUserWarning``.
+
+    Args:
+        module: a regular expression for the modules whose warnings are ignored; all by default.
+    """
+    warnings.filterwarnings("ignore", category=PossibleUserWarning, module=module)
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -25,6 +27,11 @@ __all__ = [
 STEP_OUTPUT: TypeAlias = Tensor | Mapping[str, Any] | None
 TRAIN_DATALOADERS: TypeAlias = Any
 EVAL_DATALOADERS: TypeAlias = Any
+_EVALUATE_OUTPUT: TypeAlias = list[Mapping[str, float]]
+_PREDICT_OUTPUT: TypeAlias = list[Any] | list[list[Any]]
+_PATH: TypeAlias = str | os.PathLike[str]
+_DEVICE: TypeAlias = torch.device | str | int
+_MAP_LOCATION_TYPE: TypeAlias = _DEVICE | Callable[[Any, str], Any] | dict[str, str] | None
 LRSchedulerTypeUnion: TypeAlias = LRScheduler | ReduceLROnPlateau
 LRSchedulerPLType: TypeAlias = LRScheduler | ReduceLROnPlateau
 LRSchedulerType: TypeAlias = type[LRScheduler] | type[ReduceLROnPlateau]
