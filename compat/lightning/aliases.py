@@ -66,7 +66,7 @@ MODULES: dict[str, dict[str, str]] = {
         "framework.distributed.devices": "garbage_collection_cuda=empty_caches",
     },
     "utilities.model_helpers": {_UTILITIES: "get_torchvision_model is_overridden"},
-    "utilities.parsing": {_UTILITIES: "AttributeDict"},
+    "utilities.parsing": {_UTILITIES: "AttributeDict get_init_args"},
     "utilities.rank_zero": {_UTILITIES: _RANK_ZERO},
     "utilities.seed": {_UTILITIES: "isolate_rng"},
     "utilities.warnings": {_UTILITIES: "PossibleUserWarning"},

@@ -6,10 +6,12 @@ The functions that act on rank 0 alone are those of ``lightning_utilities``, whi
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import torch
@@ -110,6 +112,13 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     if norms:
         norms[f"grad_{order}_norm_total"] = torch.linalg.vector_norm(torch.stack(list(norms.values())), order)
     return norms
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """Return the arguments of the ``__init__`` that a frame runs, without ``self`` and without ``*args``."""
+    names, _, keywords, values = inspect.getargvalues(frame)
+    found = {name: values[name] for name in names[1:]}
+    return found if keywords is None else {**found, **values[keywords]}
 
 
 class PossibleUserWarning(UserWarning):
