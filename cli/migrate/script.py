@@ -30,9 +30,9 @@ _OTHERS = {
 }
 
 
-# What each import of a known framework contains. To parse a file that has none of them would take most of the time of a
+# What each import of a known framework contains. To parse files that have none would take most of the time of a
 # directory: libcst and its names take 3 s for 1,000 lines.
-_MENTIONED = re.compile(rb"accelerate|composer|lightning|phalanx|transformers")
+_IMPORT = re.compile(rb"\b(?:import|from)\b[^\n#]*\b(?:accelerate|composer|\w*lightning\w*|phalanx|transformers)\b")
 
 
 class NotPython(ValueError):
@@ -51,7 +51,7 @@ def migrate_script(text: bytes, is_package_file: bool = False) -> Outcome:
     """
     outcome = Outcome()
     try:
-        if not _MENTIONED.search(text):
+        if not _IMPORT.search(text.replace(b"\\\n", b" ")):
             ast.parse(text)
             return outcome
         source = Source(text)

@@ -109,7 +109,7 @@ def _check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
             if meant is None or meant not in hooks:
                 continue
             is_missing = getattr(cls, meant) is getattr(base, meant) and meant != "forward"
-            if name in FORMER or is_missing or not (name.startswith(f"{meant}_") or _is_used(owners, name, value)):
+            if is_missing or not (name.startswith(f"{meant}_") or _is_used(owners, name)):
                 raise ConfigurationError(
                     f"phalanx never calls {cls.__name__}.{name}. Did you mean {meant!r}? "
                     "If it is your own helper, give it a name less similar to a hook's."
@@ -134,16 +134,16 @@ def _words_of(name: str) -> tuple[str, ...]:
     return tuple(sorted(_WORDS.get(word, word) for word in name.split("_")))
 
 
-def _is_used(owners: Iterable[type], name: str, method: Any) -> bool:
-    """Whether another method of these classes refers to ``name``."""
-    return any(name in names for owner in owners for names in _names_used(owner, method))
+def _is_used(owners: Iterable[type], name: str) -> bool:
+    """Whether a method of these classes with another name refers to ``name``."""
+    return any(name in names for owner in owners for names in _names_used(owner, name))
 
 
-def _names_used(owner: type, but: Any) -> Iterator[set[str]]:
+def _names_used(owner: type, but: str) -> Iterator[set[str]]:
     """Yield the names that each method of a class refers to, except for the method ``but``."""
-    for value in vars(owner).values():
+    for name, value in vars(owner).items():
         function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-        if value is not but and callable(function):
+        if name != but and callable(function):
             code = getattr(inspect.unwrap(function), "__code__", None)
             if code is not None:
                 yield _names_in(code)
