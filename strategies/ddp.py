@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from ..framework.core.arguments import check_names
 from ..framework.core.degrees import Degrees
-from ..framework.core.errors import ConfigurationError
+from ..framework.core.errors import ConfigurationError, RankError
 from ..framework.core.precision import Precision
 from ..framework.distributed.world import World
 from ..framework.parallel.gradient_operations import FullGradients, GradientOperations, average_gradients
@@ -222,11 +222,16 @@ class DDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients; DDP reduces them during the backward pass, or they are reduced after it. Collective."""
-        if self._sequences is None:
-            loss.backward(**options)
-        else:
-            with self._sequences.attention():
+        try:
+            if self._sequences is None:
                 loss.backward(**options)
+            else:
+                with self._sequences.attention():
+                    loss.backward(**options)
+        except BaseException as error:
+            if self._ddp is not None and self._syncs:
+                self._ddp.interruption = type(error).__name__
+            raise
         self._awaits_backward = False
         if self._ddp is not None and self._syncs:
             if self._routed is Routed.FORWARD and not self._reduces_next:
@@ -240,7 +245,10 @@ class DDPStrategy(Strategy):
 
         Raises:
             ConfigurationError: the optimizer has parameters whose gradients are not averaged.
+            RankError: an exception has ended the backward pass, and the gradients are this rank's own.
         """
+        if self._ddp is not None and self._ddp.interruption:
+            raise self._ddp.interrupted()
         if self._known is not None:
             self._known.check(optimizer)
         optimizer.step()
@@ -305,6 +313,8 @@ class Replica(nn.parallel.DistributedDataParallel):
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
         # Otherwise torch reverses the buckets itself.
         self._is_reversed = bool(arguments.get("static_graph") or not arguments.get("find_unused_parameters"))
+        self.interruption = ""
+        """The class of an exception that has ended a backward pass, such as one of a signal handler or of a hook."""
         super().__init__(module, **arguments)
         # Of those that DDP waits for, whatever is frozen later.
         self._names = [n.removeprefix("module.module.") for n, one in self.named_parameters() if one.requires_grad]
@@ -334,7 +344,10 @@ class Replica(nn.parallel.DistributedDataParallel):
 
         Raises:
             ConfigurationError: parameters were unused in the previous step.
+            RankError: an exception has ended an earlier backward pass.
         """
+        if self.interruption:
+            raise self.interrupted()
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -344,6 +357,16 @@ class Replica(nn.parallel.DistributedDataParallel):
                 f"strategy='ddp' waits for the gradient of every parameter, and {self._unused(str(error))} had no part "
                 "in the loss: use strategy='ddp_find_unused_parameters_true', or freeze what is not trained."
             ) from None
+
+    def interrupted(self) -> RankError:
+        """Return the error for what follows an interrupted backward pass.
+
+        Torch's reducer is left between two states, and other ranks wait for the gradients that it has not reduced.
+        """
+        return RankError(
+            f"{self.interruption} has ended a backward pass of this rank, so its gradients are not averaged "
+            "over the ranks: end the program, and resume from the last checkpoint."
+        )
 
     def _unused(self, message: str) -> str:
         """Return the names of the parameters whose indices are in torch's message."""

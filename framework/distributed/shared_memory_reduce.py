@@ -51,7 +51,7 @@ TENSOR_BYTES = 1 << 25
 """Shared memory for the tensors of all ranks of a node. Pages that no tensor has filled take no memory."""
 # Ranks write into two parts in turn.
 _TURNS = 2
-_LENGTH_AND_NUMBER, _NUMBER = struct.Struct("<QQ"), struct.Struct("<Q")
+_CONTENT_AND_NUMBER, _NUMBER = struct.Struct("<QQ"), struct.Struct("<Q")
 _ALIGNMENT, _KINDS_KEPT = 64, 256
 # Other processors may show a rank's number to other ranks before its tensor, and a checksum takes as long as the sum.
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
@@ -76,9 +76,13 @@ class SharedMemory:
             file = os.open("/proc/{}/fd/{}".format(*place), os.O_RDWR)
         self.place = (os.getpid(), file)
         self._file = file
-        if place is None:
-            os.ftruncate(file, size)
-        self.bytes = mmap.mmap(file, size)
+        try:
+            if place is None:
+                os.ftruncate(file, size)
+            self.bytes = mmap.mmap(file, size)
+        except BaseException:
+            os.close(file)
+            raise
 
     def release_name(self) -> None:
         """Close the descriptor through which other processes open the memory; the mapping stays."""
@@ -226,7 +230,8 @@ class Board:
         """Return the error for a rank that does something else than this rank."""
         return DesyncError(
             f"rank {self._node.ranks[index]} {theirs} this rank {self._own_rank} {own}: every rank must run the same "
-            "loop. Look for a condition on the rank around a step or a fit."
+            "loop, and reduce tensors of the same shape and dtype. Look for a condition on the rank around a step, a "
+            "fit or an all_reduce."
         )
 
     def _lost(self, index: int, how: str) -> LostRankError:
@@ -275,29 +280,32 @@ class TensorSums:
         self._rows: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
 
     def add(self, tensor: Tensor, factor: float = 1.0) -> None:
-        """Replace a contiguous tensor by the sum over the ranks of ``factor`` times it. Collective.
+        """Replace a tensor by the sum over the ranks of ``factor`` times it. Collective.
 
         Raises:
-            DesyncError: a rank adds a tensor of another size.
+            DesyncError: a rank adds a tensor of another size or dtype.
             RankError: a rank has left, or its process is gone.
         """
         self._number = number = self._number + 1
-        turn, length, own = number % _TURNS, tensor.nbytes, self._board.index
+        turn, content, own = number % _TURNS, _DTYPE_CODES[tensor.dtype] | tensor.nbytes, self._board.index
         # The tensor may have been made in inference mode, and the sum be used outside of it.
         with torch.inference_mode():
-            flat = tensor.view(-1)
+            # Whether a tensor is contiguous may differ by rank, so all of them are summed here.
+            flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
             rows = self._rows.get((turn, tensor.dtype, len(flat))) or self._parts(turn, tensor.dtype, len(flat))
             if factor == 1.0:
                 rows[own].copy_(flat)
             else:
                 torch.mul(flat, factor, out=rows[own])
-            _LENGTH_AND_NUMBER.pack_into(self._memory, self._head(own, turn), length, number)
+            _CONTENT_AND_NUMBER.pack_into(self._memory, self._head(own, turn), content, number)
             for index in range(len(rows)):
-                if index != own and not self._is_written(index, turn, number, length):
-                    self._board.wait_for(index, partial(self._is_written, index, turn, number, length))
+                if index != own and not self._is_written(index, turn, number, content):
+                    self._board.wait_for(index, partial(self._is_written, index, turn, number, content))
             torch.add(rows[0], rows[1], out=flat)
             for row in rows[2:]:
                 flat.add_(row)
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))
 
     def _head(self, index: int, turn: int) -> int:
         return self._start + (index * _TURNS + turn) * self._stride
@@ -316,17 +324,28 @@ class TensorSums:
         self._rows[turn, dtype, count] = rows
         return rows
 
-    def _is_written(self, index: int, turn: int, number: int, length: int) -> bool | None:
+    def _is_written(self, index: int, turn: int, number: int, content: int) -> bool | None:
         """Return True if a rank has written its part, else None."""
         head = self._head(index, turn)
-        # The number is read alone, before the length: it is written last.
+        # The number is read alone, before the content: it is written last.
         (found,) = _NUMBER.unpack_from(self._memory, head + _NUMBER.size)
         if found < number:
             return None
-        (size,) = _NUMBER.unpack_from(self._memory, head)
-        if (found, size) != (number, length):
-            raise self._board.desync(index, f"adds {size} bytes in sum {found},", f"{length} bytes in sum {number}")
+        (other,) = _NUMBER.unpack_from(self._memory, head)
+        if (found, other) != (number, content):
+            theirs, own = f"adds {_described(other)} in sum {found},", f"{_described(content)} in sum {number}"
+            raise self._board.desync(index, theirs, own)
         return True
+
+
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_DTYPE_BITS = 48
+# Above the number of bytes: two dtypes with equal numbers of bytes would add up to numbers without a meaning.
+_DTYPE_CODES = {dtype: code << _DTYPE_BITS for code, dtype in enumerate(_DTYPES)}
+
+
+def _described(content: int) -> str:
+    return f"{content & (1 << _DTYPE_BITS) - 1} bytes of {_DTYPES[content >> _DTYPE_BITS]}"
 
 
 class Posted:

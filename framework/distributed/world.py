@@ -279,12 +279,12 @@ class World:
         """Replace a tensor by the sum of ``factor`` times it through the memory that the ranks share. Collective.
 
         Return False, without communication, where that is not possible: ranks on several nodes or on other devices than
-        CPUs, and a large tensor.
+        CPUs, and a large tensor. All ranks must give the same shape, dtype and layout.
         """
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.dtype is torch.bool:
             return False
         sums = self._board[0].tensors if self.sums_in_memory else None
-        if sums is None or tensor.nbytes > sums.most_bytes or not tensor.is_contiguous():
+        if sums is None or tensor.nbytes > sums.most_bytes:
             return False
         sums.add(tensor, factor)
         return True

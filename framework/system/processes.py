@@ -46,14 +46,14 @@ class ForkedProcess:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process with this id exists; a process that has ended but was not waited for counts."""
+    """Return whether a process with this id runs. One that has ended does not, also before its parent waits for it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except OSError:
         pass
-    return True
+    return _state_of(pid)[:1] not in (["Z"], ["X"])
 
 
 def start_of(pid: int) -> int | None:
@@ -61,12 +61,17 @@ def start_of(pid: int) -> int | None:
 
     A process that has ended but was not waited for has ended.
     """
+    fields = _state_of(pid)
+    return None if len(fields) < 20 or fields[0] in "ZX" else int(fields[19])
+
+
+def _state_of(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` behind the name of the program; empty if they cannot be read."""
     try:
-        # The name of the program, in parentheses, may contain anything.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None
+        # The name, in parentheses, may contain anything.
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def peak_resident_bytes() -> int:

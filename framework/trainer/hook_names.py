@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from types import CodeType
-from typing import Any
 
 from ..api.callback import Callback
 from ..api.data_module import DataModule
