@@ -12,7 +12,7 @@ from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor
 
-from phalanx import DataModule, PhalanxError
+from phalanx import DataModule
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.loggers import CSVLogger
 
@@ -76,18 +76,12 @@ def test_what_is_asked_of_a_data_module_and_when() -> None:
     assert trainer.datamodule is data
     assert data.trainer is trainer
     for stage, hook in (("validate", "val"), ("test", "test"), ("predict", "predict")):
+        with refuses(ConfigurationError, stage):
+            getattr(silent_trainer(), stage)(Evaluating())
         data.calls.clear()
         # The module and its data are those of the last run.
         getattr(trainer, stage)()
         assert data.calls == ["prepare_data", f"setup {stage}", hook, f"teardown {stage}"]
-
-
-def test_a_data_module_in_the_place_of_the_loaders() -> None:
-    data = Noting()
-    trainer = silent_trainer(devices=1, max_epochs=1)
-    trainer.fit(Evaluating(), data)
-    assert trainer.global_step == 4
-    assert trainer.test(Evaluating(), data, verbose=False) == [{"test_loss": 2.0}]
 
 
 def test_loaders_that_are_given_come_first() -> None:
@@ -98,20 +92,12 @@ def test_loaders_that_are_given_come_first() -> None:
     trainer = silent_trainer(devices=1, max_epochs=1)
     trainer.fit(Own(), loader(8))
     assert trainer.global_step == 2
-    trainer.fit(Own(), datamodule=Noting())
-    assert trainer.global_step == 4
-
-
-def test_a_data_module_from_datasets() -> None:
-    data = DataModule.from_datasets(loader(16).dataset, val_dataset=[loader(8).dataset] * 2, batch_size=4)
-
-    class Two(Evaluating):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("index", float(dataloader_idx))
-
-    trainer = silent_trainer(devices=1, max_epochs=1)
-    trainer.fit(Two(), datamodule=data)
-    assert float(trainer.callback_metrics["index/dataloader_idx_1"]) == 1.0
+    # A data module, also in the place of the loaders.
+    given: list[dict[str, Any]] = [{"datamodule": Noting()}, {"train_dataloaders": Noting()}]
+    for each in given:
+        trainer.fit(Own(), **each)
+        assert trainer.global_step == 4
+    assert trainer.test(Evaluating(), Noting(), verbose=False) == [{"test_loss": 2.0}]
 
 
 def test_transfer_hooks_of_a_data_module() -> None:
@@ -143,12 +129,6 @@ def test_data_is_prepared_once_on_a_node(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rank0"]
     assert "prepare_data" in first
     assert "prepare_data" not in second
-
-
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_no_data_for_an_evaluation(stage: str) -> None:
-    with refuses(PhalanxError, stage):
-        getattr(silent_trainer(), stage)(Evaluating())
 
 
 # ---- hyperparameters and errors ------------------------------------------------------------------------------------
@@ -193,11 +173,8 @@ def test_one_hyperparameter_with_two_values_is_refused(module: Any, data: Rows, 
     with refuses(ConfigurationError, "ignore="):
         silent_trainer(devices=1, max_epochs=1, logger=CSVLogger(tmp_path)).fit(module, datamodule=data)
     assert not list(tmp_path.iterdir())
-    # Without a logger there is no conflict.
+    # There is no conflict without a logger, and of equal tensors.
     silent_trainer(devices=1, max_epochs=1).fit(module, datamodule=data)
-
-
-def test_equal_tensors_do_not_conflict(tmp_path: Path) -> None:
     module, data = WithWeights(torch.ones(2)), Rows(weights=torch.ones(2))
     silent_trainer(devices=1, max_epochs=1, logger=CSVLogger(tmp_path)).fit(module, datamodule=data)
 

@@ -148,10 +148,7 @@ def comparable(calls: Sequence[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("entry", "settings"),
     [
-        ("fit", {}),
-        ("fit", {"accumulate_grad_batches": 2}),
         ("fit", {"max_epochs": 2, "limit_train_batches": 3, "accumulate_grad_batches": 2}),
-        ("fit", {"limit_train_batches": 4, "val_check_interval": 2}),
         ("fit", {"limit_train_batches": 4, "val_check_interval": 0.25, "num_sanity_val_steps": 0}),
         ("fit", {"max_epochs": 3, "check_val_every_n_epoch": 2}),
         ("fit", {"max_steps": 3, "max_epochs": -1}),

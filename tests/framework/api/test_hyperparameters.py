@@ -15,9 +15,15 @@ from messages import refuses
 from models import Regressor, loader, silent_trainer, weights_of
 from torch import nn, optim
 
-from phalanx import DataModule, TrainModule
+from phalanx import TrainModule
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 from phalanx.framework.state.hyperparameters import imported_classes
+
+
+def fit_and_save(module: TrainModule, path: Path) -> None:
+    trainer = silent_trainer(devices=1, max_steps=1)
+    trainer.fit(module, loader(8))
+    trainer.save_checkpoint(path)
 
 
 class Plain(TrainModule):
@@ -67,9 +73,16 @@ def test_a_subclass_adds_its_own() -> None:
             super().__init__(width + 1, depth=5)
             self.save_hyperparameters()
 
+    class Leaving(Plain):
+        def __init__(self, width: int, rate: float) -> None:
+            super().__init__(width)
+            self.save_hyperparameters(ignore=["depth", "name"])
+
     # What the outermost class was given, which is what it is rebuilt with.
     assert Child(3, 0.1).hparams == {"width": 3, "rate": 0.1, "depth": 5, "name": "plain"}
     assert Both(3, 0.1).hparams == {"width": 3, "rate": 0.1, "depth": 5, "name": "plain"}
+    # It leaves out what its base has kept.
+    assert Leaving(3, 0.1).hparams == Leaving(3, 0.1).hparams_initial == {"width": 3, "rate": 0.1}
 
 
 class Widths:
@@ -99,9 +112,7 @@ class Encoder(nn.Linear):
 
 def test_classes_are_kept_by_name_and_taken_from_imported_modules(tmp_path: Path) -> None:
     module = Assembled(Encoder, optim.Adam)
-    module.on_train_batch_end = lambda *_: trainer.save_checkpoint(tmp_path / "classes.ckpt")  # type: ignore[method-assign]
-    trainer = silent_trainer(max_steps=1)
-    trainer.fit(module, loader(batch_size=4))
+    fit_and_save(module, tmp_path / "classes.ckpt")
     again = Assembled.load_from_checkpoint(tmp_path / "classes.ckpt")
     assert type(again.encoder) is Encoder
     assert again.hparams == {"encoder_class": Encoder, "optimizer_class": optim.Adam, "widths": Widths}
@@ -123,27 +134,18 @@ def test_mistakes_get_a_sentence() -> None:
             super().__init__()
             self.save_hyperparameters("widht")
 
-    class Number(TrainModule):
-        def __init__(self) -> None:
+    class Values(TrainModule):
+        def __init__(self, rate: float, name: str) -> None:
             super().__init__()
-            self.save_hyperparameters(3)
+            self.save_hyperparameters(rate, name)
 
     with refuses(ConfigurationError, "'widht'", "'width'"):
         Wrong(1)
     with refuses(ConfigurationError, "save_hyperparameters"):
-        Number()
+        Values(3.14, "abc")
     with refuses(AttributeError, "'dept'", "'depth'"):
         _ = Plain(1).hparams.dept
     assert not hasattr(Plain(1).hparams, "nothing")
-
-
-def test_data_modules_keep_theirs_too() -> None:
-    class Data(DataModule):
-        def __init__(self, size: int = 4) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    assert Data().hparams == {"size": 4}
 
 
 def test_hyperparameters_sent_to_loggers() -> None:
@@ -173,10 +175,8 @@ class Sized(TrainModule):
 
 def test_a_module_is_rebuilt_from_its_checkpoint(tmp_path: Path) -> None:
     module = Sized(width=7, rate=0.01)
-    trainer = silent_trainer(devices=1, max_steps=2, enable_checkpointing=True, default_root_dir=tmp_path)
-    trainer.fit(module, loader())
-    (path,) = trainer.checkpoint_dir.glob("*.ckpt")
-    rebuilt = Sized.load_from_checkpoint(path, extra="given now", rate=0.5)
+    fit_and_save(module, tmp_path / "saved.ckpt")
+    rebuilt = Sized.load_from_checkpoint(tmp_path / "saved.ckpt", extra="given now", rate=0.5)
     assert (rebuilt.hparams.width, rebuilt.hparams.rate, rebuilt.extra) == (7, 0.5, "given now")
     assert (weights_of(rebuilt) == weights_of(module)).all()
 
@@ -224,33 +224,6 @@ def test_the_fields_of_a_dataclass_are_kept() -> None:
     assert Undeclared(0.1).hparams == {"width": 3, "sizes": [1, 2], "name": "declared", "rate": 0.1}
 
 
-def test_a_subclass_leaves_out_what_its_base_has_kept() -> None:
-    class Child(Plain):
-        def __init__(self, width: int, rate: float) -> None:
-            super().__init__(width)
-            self.save_hyperparameters(ignore=["depth", "name"])
-
-    assert Child(3, 0.1).hparams == Child(3, 0.1).hparams_initial == {"width": 3, "rate": 0.1}
-
-
-def test_values_in_place_of_names_are_refused() -> None:
-    class Values(TrainModule):
-        def __init__(self, rate: float, name: str) -> None:
-            super().__init__()
-            self.save_hyperparameters(rate, name)
-
-    with refuses(ConfigurationError, "save_hyperparameters"):
-        Values(3.14, "abc")
-
-
-def test_the_initial_hyperparameters_are_without_later_changes() -> None:
-    module = Declared(5)
-    module.hparams.width = 7
-    module.hparams.sizes.append(3)
-    assert module.hparams_initial == {"width": 5, "sizes": [1, 2], "name": "declared"}
-    assert TrainModule().hparams_initial == {}
-
-
 class Configured(TrainModule):
     def __init__(self, conf: Any, activation: Any = torch.relu) -> None:
         super().__init__()
@@ -273,9 +246,7 @@ class AtDefault(Configured):
 
 @pytest.mark.parametrize("given", [{"width": 3}, Namespace(width=3)])
 def test_a_container_of_hyperparameters_is_passed_to_its_argument(tmp_path: Path, given: Any) -> None:
-    trainer = silent_trainer(devices=1, max_epochs=1, limit_train_batches=1)
-    trainer.fit(Configured(given), loader(8))
-    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    fit_and_save(Configured(given), tmp_path / "saved.ckpt")
     again = Configured.load_from_checkpoint(tmp_path / "saved.ckpt")
     assert again.hparams == {"width": 3}
     assert again.net.out_features == 3
@@ -284,10 +255,8 @@ def test_a_container_of_hyperparameters_is_passed_to_its_argument(tmp_path: Path
 
 
 def test_a_default_that_no_file_keeps_is_not_asked_for(tmp_path: Path) -> None:
-    for name, module in {"default": AtDefault(), "given": AtDefault(activation=torch.tanh)}.items():
-        trainer = silent_trainer(devices=1, max_epochs=1, limit_train_batches=1)
-        trainer.fit(module, loader(8))
-        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+    fit_and_save(AtDefault(), tmp_path / "default.ckpt")
+    fit_and_save(AtDefault(activation=torch.tanh), tmp_path / "given.ckpt")
     assert AtDefault.load_from_checkpoint(tmp_path / "default.ckpt").activation is torch.relu
     with refuses(CheckpointError, "activation"):
         AtDefault.load_from_checkpoint(tmp_path / "given.ckpt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ lightning_fabric = pytest.importorskip("lightning.fabric")
 # ---- hyperparameters ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", [TrainModule, DataModule, pl.LightningModule, pl.LightningDataModule])
+@pytest.mark.parametrize("base", [TrainModule, DataModule, pl.LightningModule])
 def test_initial_and_removed_hyperparameters(base: Any) -> None:
     class Model(base):  # type: ignore[misc]
         def __init__(self, sizes: list[int], rate: float = 0.1) -> None:
@@ -40,6 +39,7 @@ def test_initial_and_removed_hyperparameters(base: Any) -> None:
     model.remove_ignored_hparams(["rate", "other"])
     assert dict(model.hparams) == {"sizes": [1, 2, 3]}
     assert dict(model.hparams_initial) == {"sizes": [1, 2], "rate": 0.1}
+    assert base().hparams_initial == {}
 
 
 @pytest.mark.parametrize("logs", [True, False])
@@ -60,16 +60,21 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved.ckpt"
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "yml", "csv"])
-def test_a_file_with_hyperparameters(suffix: str, saved: Path, tmp_path: Path) -> None:
-    path = tmp_path / f"hparams.{suffix}"
-    if suffix == "csv":
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows([("key", "value"), ("lr", "0.25"), ("optimizer", "sgd")])
-    else:
-        path.write_text("lr: 0.25\noptimizer: sgd\n")
-    module = Regressor.load_from_checkpoint(saved, hparams_file=path, dropout=0.5)
-    assert dict(module.hparams) == {"lr": 0.25, "optimizer": "sgd", "dropout": 0.5}
+@pytest.mark.parametrize(
+    ("name", "text", "lr", "optimizer"),
+    [
+        ("a.yaml", "lr: 0.25\noptimizer: sgd\n", 0.25, "sgd"),
+        ("a.yml", "", 0.05, "adamw"),
+        # A dict whose key is a list is valid syntax, and cannot be built: a value that is no literal stays a string.
+        ("a.csv", "key,value\nlr,0.25\noptimizer,{[]: 1}\n", 0.25, "{[]: 1}"),
+    ],
+)
+def test_a_file_with_hyperparameters(
+    name: str, text: str, lr: float, optimizer: str, saved: Path, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    module = Regressor.load_from_checkpoint(saved, hparams_file=tmp_path / name, dropout=0.5)
+    assert dict(module.hparams) == {"lr": lr, "optimizer": optimizer, "dropout": 0.5}
     assert Regressor.load_from_checkpoint(saved).hparams["lr"] == 0.5
 
 
@@ -79,14 +84,8 @@ def test_a_file_with_hyperparameters(suffix: str, saved: Path, tmp_path: Path) -
         ("none.yaml", None, "does not exist; give a .yaml or .csv file"),
         ("a.json", "{}", "must be a .yaml, .yml or .csv file"),
         ("a.yaml", "- 1\n- 2\n", "holds a list, but must hold a mapping"),
-        (
-            "a.yaml",
-            "!!python/object/apply:os.getpid []",
-            "cannot be read: could not determine a",
-        ),
-        ("a.yaml", "[]", "holds a list, but must hold a mapping"),
+        ("a.yaml", "!!python/object/apply:os.getpid []", "cannot be read: could not determine a"),
         ("a.yaml", "0", "holds an int, but must hold a mapping"),
-        ("a.yaml", "false", "holds a bool, but must hold a mapping"),
         ("a.csv", "name,value\nlr,1\n", "must name the columns key and value, and names name, value"),
         ("a.csv", "", "must name the columns key and value, and names none"),
     ],
@@ -100,32 +99,17 @@ def test_a_file_without_hyperparameters(
         Regressor.load_from_checkpoint(saved, hparams_file=tmp_path / name)
 
 
-def test_a_value_of_a_csv_file_that_is_no_literal_stays_a_string(saved: Path, tmp_path: Path) -> None:
-    # A dict whose key is a list is valid syntax, and cannot be built.
-    (tmp_path / "a.csv").write_text("key,value\nlr,0.25\noptimizer,{[]: 1}\n")
-    module = Regressor.load_from_checkpoint(saved, hparams_file=tmp_path / "a.csv")
-    assert (module.hparams["lr"], module.hparams["optimizer"]) == (0.25, "{[]: 1}")
-
-
-def test_an_empty_yaml_file_has_no_hyperparameters(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("")
-    module = Regressor.load_from_checkpoint(saved, hparams_file=tmp_path / "a.yaml")
-    assert module.hparams["lr"] == Regressor().hparams["lr"]
-
-
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "location",
+    ("location", "weights_only"),
     [
-        {"cuda:0": "cpu"},
-        {"cuda:0": "cpu", "cuda:1": torch.device("cpu")},
-        lambda storage, location: storage,
-        lambda storage, location: None,
+        ({"cuda:0": "cpu", "cuda:1": torch.device("cpu")}, None),
+        (lambda storage, location: storage, True),
+        (lambda storage, location: None, False),
     ],
 )
-@pytest.mark.parametrize("weights_only", [None, True, False])
 def test_locations_as_torch_load_takes_them(location: Any, weights_only: bool | None, saved: Path) -> None:
     module = Regressor.load_from_checkpoint(saved, map_location=location, weights_only=weights_only)
     assert module.device == torch.device("cpu")
@@ -149,7 +133,7 @@ class Evaluated(Regressor):
         return self(batch[0])
 
 
-@pytest.mark.parametrize("weights_only", [None, True, False])
+@pytest.mark.parametrize("weights_only", [True, False])
 def test_the_stages_accept_weights_only(weights_only: Any, saved: Path) -> None:
     trainer, module = silent_trainer(devices=1, max_epochs=2), Evaluated(lr=0.5)
     trainer.fit(module, loader(8), ckpt_path=saved, weights_only=weights_only)
@@ -187,7 +171,7 @@ def test_a_scheduler_set_up_with_its_optimizer() -> None:
     assert own_scheduler.get_last_lr() == [0.25]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "16-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["64-true", "16-true", "bf16-mixed"])
 def test_tensors_of_the_precision(precision: Any) -> None:
     dtypes = []
     for kind in (lightning_fabric.Fabric, Fabric):
@@ -222,9 +206,6 @@ class Prepared(DataModule):
 
     def prepare_data(self) -> None:
         (self.folder / str(World.from_environment("cpu").rank)).touch()
-
-    def train_dataloader(self) -> Any:
-        return loader(8)
 
 
 def prepare_on_two_nodes(folder: str, per_node: bool) -> None:

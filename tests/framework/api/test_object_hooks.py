@@ -87,22 +87,19 @@ class OwnBackward(Regressor):
         super().backward(loss, *args, **kwargs)
 
 
+class ManualBackward(ByHand, OwnBackward):
+    """The same, by manual optimization."""
+
+
 def test_an_own_backward_receives_the_weighted_loss() -> None:
     module, plain = OwnBackward(), Regressor(optimizer="sgd")
     for each in (module, plain):
         silent_trainer(devices=1, max_epochs=1, accumulate_grad_batches=2).fit(each, loader(16))
     assert module.passed == pytest.approx([loss / 2 for loss in module.losses])
     assert torch.equal(weights_of(module), weights_of(plain))
-
-
-class ManualBackward(ByHand, OwnBackward):
-    """The same, by manual optimization."""
-
-
-def test_an_own_backward_in_manual_optimization() -> None:
-    module = ManualBackward()
-    silent_trainer(devices=1, max_epochs=1).fit(module, loader(8))
-    assert module.passed == module.losses != []
+    manual = ManualBackward()
+    silent_trainer(devices=1, max_epochs=1).fit(manual, loader(8))
+    assert manual.passed == manual.losses != []
 
 
 def trained(own: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Evaluation under a pipeline in a user's own loop, loss scales, random numbers, and calls that are refused."""
+"""``forward_backward``: evaluation, loss scales and random numbers of a pipeline, windows without data, refusals."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ X = torch.linspace(-1, 1, 24).view(4, 6)
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluated(parallel: str) -> tuple[Any, Any, Any]:
-    fabric, model, optimizer = in_pipeline(Tower(), parallel)
+def evaluated() -> tuple[Any, Any, Any]:
+    fabric, model, optimizer = in_pipeline(Tower(), "pp=2,dp_shard=2")
     model.mark_forward_method("loss")
     model.eval()
     with torch.no_grad():
@@ -70,17 +70,16 @@ def evaluated(parallel: str) -> tuple[Any, Any, Any]:
         return before, model.loss(X), rows
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, "pp=2"), (4, "pp=2,dp_shard=2")])
-def test_a_forward_pass_without_gradients_returns_its_output_on_all_ranks(ranks: int, parallel: str) -> None:
+def test_a_forward_pass_without_gradients_returns_its_output_on_all_ranks() -> None:
     module = Tower()
     before = module(X)
     module.loss(X).backward()
     sgd(module).step()
     loss, rows = module.loss(X), module(X)["parts"][1]
-    for found, found_loss, gathered in run_on_ranks(ranks, evaluated, parallel):
+    for found, found_loss, gathered in run_on_ranks(4, evaluated):
         torch.testing.assert_close(found, before)
         torch.testing.assert_close(found_loss, loss)
-        torch.testing.assert_close(gathered, rows.repeat(ranks // 2, 1))
+        torch.testing.assert_close(gathered, rows.repeat(2, 1))
 
 
 # ---- loss scales and losses that are not finite ------------------------------------------------------------------
@@ -136,6 +135,65 @@ def test_ranks_of_a_pipeline_draw_the_same_numbers_also_if_they_were_not_seeded(
     assert first == [pytest.approx(torch.rand(1).item()) for _ in range(2)]
 
 
+# ---- windows without data or weight ----------------------------------------------------------------------------------
+
+
+def alone() -> tuple[Fabric, Any, Any]:
+    fabric, module = Fabric(accelerator="cpu", devices=1), Tower()
+    model, optimizer = fabric.setup(module, sgd(module))
+    model.mark_forward_method("loss")
+    return fabric, model, optimizer
+
+
+@pytest.mark.parametrize(("window", "weights"), [([], []), ([X], [0.0])])
+def test_a_window_without_weight_keeps_gradients_that_exist(window: list[Tensor], weights: list[float]) -> None:
+    fabric, model, optimizer = alone()
+    plain = Tower()
+    plain.loss(X).backward()
+    sgd(plain).step()
+    fabric.forward_backward(model.loss, [X])
+    fabric.forward_backward(model.loss, window, weights)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    torch.testing.assert_close(model.last.weight.detach(), plain.last.weight.detach())
+    # Gradients that were dropped stay dropped.
+    fabric.forward_backward(model.loss, [X])
+    optimizer.zero_grad()
+    fabric.forward_backward(model.loss, window, weights)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+def clipped_without_data() -> float:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="zero2")
+    fabric.launch()
+    module = Tower()
+    model, optimizer = fabric.setup(module, sgd(module))
+    norms = []
+    for window in ([], [X]):
+        fabric.forward_backward(lambda x: model(x)["parts"][0].square().mean(), window)
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=1.0))
+        optimizer.step()
+    fabric.free_memory()
+    assert norms[0] is not None
+    return norms[0].item()
+
+
+def test_a_window_without_data_has_the_norm_zero() -> None:
+    assert run_on_ranks(2, clipped_without_data) == [0.0, 0.0]
+
+
+def test_a_step_that_failed_does_not_end_training() -> None:
+    fabric, model, optimizer = alone()
+    with pytest.raises(ZeroDivisionError):
+        fabric.forward_backward(lambda x: 1 / 0, [X])
+    fabric.forward_backward(lambda x: model(x)["hidden"].mean(), [X, X])
+    optimizer.step()
+    assert fabric.sync_gradients
+    assert not fabric.is_accumulating
+    assert optimizer.applied == 1
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 
@@ -180,20 +238,14 @@ def uneven(fabric: Fabric, model: Any, optimizer: Any) -> None:
 def test_a_call_that_a_pipeline_cannot_run_is_refused_on_all_ranks(
     attempt: Callable[..., None], kind: type, words: list[str]
 ) -> None:
-    for message in run_on_ranks(2, refusal, attempt.__name__, kind):
+    for message in run_on_ranks(2, refusal, attempt, kind):
         assert [word for word in words if word not in message] == []
 
 
-def refusal(name: str, kind: type[Exception]) -> str:
-    try:
-        globals()[name](*in_pipeline(Tower()))
-    except kind as error:
-        return str(error)
-    raise AssertionError("it ran")
-
-
-def own_backward(fabric: Fabric, model: Any) -> None:
-    fabric.forward_backward(lambda x: fabric.backward(model.loss(x)), [X])
+def refusal(attempt: Callable[..., None], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        attempt(*in_pipeline(Tower()))
+    return str(caught.value)
 
 
 def inside_accumulate(fabric: Fabric, model: Any) -> None:
@@ -201,8 +253,8 @@ def inside_accumulate(fabric: Fabric, model: Any) -> None:
         fabric.forward_backward(model.loss, [X])
 
 
-def unfinished(fabric: Fabric, model: Any) -> None:
-    fabric.set_accumulation(2)
+def after_accumulate(fabric: Fabric, model: Any, window: int) -> None:
+    fabric.set_accumulation(window)
     with fabric.accumulate(model):
         fabric.backward(model.loss(X))
     fabric.forward_backward(model.loss, [X])
@@ -211,40 +263,57 @@ def unfinished(fabric: Fabric, model: Any) -> None:
 @pytest.mark.parametrize(
     ("attempt", "kind", "name"),
     [
-        (lambda fabric, model: fabric.forward_backward(lambda x: None, [X]), LoopError, "NoneType"),
-        (lambda fabric, model: fabric.forward_backward(lambda x: {"a": x}, [X]), LoopError, "['a']"),
-        (lambda fabric, model: fabric.forward_backward(lambda x: x, [X]), LoopError, "(4, 6)"),
-        (lambda fabric, model: fabric.forward_backward(model.loss, [X], [-1]), ConfigurationError, "weight=-1.0"),
-        (
-            lambda fabric, model: fabric.forward_backward(model.loss, [X], [1, 2]),
-            ConfigurationError,
-            "2 weights",
-        ),
-        (lambda fabric, model: fabric.windows([X], 0), ConfigurationError, "size=0"),
-        (own_backward, ConfigurationError, "backward"),
+        (lambda f, m: f.forward_backward(lambda x: None, [X]), LoopError, "NoneType"),
+        (lambda f, m: f.forward_backward(lambda x: {1: m.loss(x), "x": 2}, [X]), LoopError, "['1', 'x']"),
+        (lambda f, m: f.forward_backward(lambda x: x, [X]), LoopError, "(4, 6)"),
+        (lambda f, m: f.forward_backward(lambda x: m.loss(x).detach(), [X]), LoopError, "no_grad"),
+        (lambda f, m: f.forward_backward(lambda x: f.backward(m.loss(x)), [X]), ConfigurationError, "backward"),
+        (lambda f, m: f.forward_backward(m.loss, X), ConfigurationError, "Tensor"),
+        (lambda f, m: f.forward_backward([X], m.loss), ConfigurationError, "list as"),
+        (lambda f, m: f.forward_backward(m.loss, [X], [-1]), ConfigurationError, "weight=-1.0"),
+        (lambda f, m: f.forward_backward(m.loss, [X], [1, 2]), ConfigurationError, "2 weights"),
+        (lambda f, m: f.forward_backward(m.loss, [X], 6), ConfigurationError, "weights="),
+        (lambda f, m: f.forward_backward(m.loss, [X], [None]), ConfigurationError, "weights="),
+        (lambda f, m: f.windows([X], 0), ConfigurationError, "size=0"),
         (inside_accumulate, ConfigurationError, "accumulate"),
-        (unfinished, ConfigurationError, "window of accumulate"),
+        (lambda f, m: after_accumulate(f, m, window=2), ConfigurationError, "window of accumulate"),
+        (lambda f, m: after_accumulate(f, m, window=1), ConfigurationError, "optimizer.step"),
     ],
 )
 def test_a_mistake_is_refused_with_the_next_step(attempt: Callable[..., None], kind: type, name: str) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
-    module = Tower()
-    model, _ = fabric.setup(module, sgd(module))
-    model.mark_forward_method("loss")
+    fabric, model, _ = alone()
     with refuses(kind, name):
         attempt(fabric, model)
 
 
-def test_a_step_that_failed_does_not_end_training() -> None:
-    fabric, module = Fabric(accelerator="cpu", devices=1), Tower()
-    model, optimizer = fabric.setup(module, sgd(module))
-    with pytest.raises(ZeroDivisionError):
-        fabric.forward_backward(lambda x: 1 / 0, [X])
-    fabric.forward_backward(lambda x: model(x)["hidden"].mean(), [X, X])
-    optimizer.step()
-    assert fabric.sync_gradients
-    assert not fabric.is_accumulating
-    assert optimizer.applied == 1
+@pytest.mark.parametrize("verb", ["step", "zero_grad", "clip"])
+def test_a_step_neither_updates_nor_clips(verb: str) -> None:
+    fabric, model, optimizer = alone()
+
+    def mistaken(x: Tensor) -> Tensor:
+        loss: Tensor = model.loss(x)
+        if verb == "clip":
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        else:
+            getattr(optimizer, verb)()
+        return loss
+
+    with refuses(ConfigurationError, "forward_backward"):
+        fabric.forward_backward(mistaken, [X, X])
+
+
+def without_model() -> str:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    model, _ = (fabric.setup(module, sgd(module))[0] for module in (Tower(), Tower()))
+    with pytest.raises(ConfigurationError) as caught:
+        fabric.forward_backward(lambda x: model(x)["hidden"].mean(), [X] if fabric.global_rank == 0 else [])
+    fabric.free_memory()
+    return str(caught.value)
+
+
+def test_a_rank_without_data_needs_to_know_the_module() -> None:
+    assert all("model=..." in message for message in run_on_ranks(2, without_model))
 
 
 def test_cut_sequences_need_weights() -> None:
