@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import csv
 import pickle
+import re
+import threading
 from collections import UserList
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,11 @@ from messages import refuses
 from ranks import run_on_ranks, run_script
 from torch import Tensor, nn
 
+import phalanx
 from phalanx import Callback, Fabric, Trainer
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
-from phalanx.loggers import CSVLogger
+from phalanx.framework.fabric.fabric import ABSENT
+from phalanx.loggers import CSVLogger, Logger
 
 
 class Scorer(nn.Module):
@@ -78,21 +84,17 @@ def test_a_module_behaves_like_the_original() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "stored", "seen"),
-    [
-        ("bf16-mixed", torch.float32, torch.float32),
-        ("bf16-true", torch.bfloat16, torch.bfloat16),
-        ("64-true", torch.float64, torch.float64),
-    ],
+    ("precision", "stored"),
+    [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)],
 )
-def test_a_module_runs_in_the_precision(precision: str, stored: torch.dtype, seen: torch.dtype) -> None:
+def test_a_module_runs_in_the_precision(precision: str, stored: torch.dtype) -> None:
     fabric = Fabric(accelerator="cpu", precision=precision)
     model = fabric.setup_module(Scorer())
     output = model(torch.ones(1, 2))
     assert model.layer.weight.dtype is model.offset.dtype is stored
     torch.testing.assert_close(model.rotations, Scorer().rotations, rtol=0, atol=0, check_dtype=False)
     assert model.rotations.dtype is (torch.complex128 if stored is torch.float64 else torch.complex64)
-    assert model.seen is seen
+    assert model.seen is stored
     assert output.dtype is (torch.float64 if stored is torch.float64 else torch.float32)
     assert torch.get_default_dtype() is torch.float32
     with fabric.autocast():
@@ -203,6 +205,8 @@ def test_what_cannot_be_set_up_is_refused() -> None:
         fabric.clip_gradients(model, stray, max_norm=1.0)
     with refuses(ConfigurationError, "SGD"):
         fabric.setup(stray)  # type: ignore[arg-type]
+    assert fabric.free_memory(model, optimizer) == [None, None]
+    fabric.setup(original)
 
 
 def test_modules_are_built_in_place() -> None:
@@ -216,30 +220,20 @@ def test_modules_are_built_in_place() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_memory_is_released() -> None:
-    fabric = Fabric(accelerator="cpu")
-    original = nn.Linear(1, 1)
-    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=1.0))
-    model, optimizer = fabric.free_memory(model, optimizer)
-    assert (model, optimizer) == (None, None)
-    fabric.setup(original)
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def on_train_epoch_end(self, epoch: int, loss: float = 0.0) -> None:
-        self.calls.append((epoch, loss))
-
-
 def test_hooks_are_called_by_name_with_what_they_take() -> None:
-    recorder = Recorder()
-    fabric = Fabric(accelerator="cpu", callbacks=[object(), recorder])
+    calls = []
+
+    class Recorder:
+        def on_train_epoch_end(self, epoch: int, loss: float = 0.0) -> None:
+            calls.append((epoch, loss))
+
+    fabric = Fabric(accelerator="cpu", callbacks=[object(), Recorder()])
     fabric.call("on_train_epoch_end", 3, loss=0.5, model="not taken")
     fabric.call("on_anything_else")
-    assert recorder.calls == [(3, 0.5)]
+    assert calls == [(3, 0.5)]
 
+
+# ---- loggers ---------------------------------------------------------------------------------------------------------
 
 LOGGED = """
 import sys
@@ -259,12 +253,69 @@ if end == "exit":
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("return", 0), ("exit", 3), ("error", 1)])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_metrics_are_on_disk_when_the_process_has_ended(tmp_path: Path, end: str, code: int, ranks: int) -> None:
+@pytest.mark.parametrize(("end", "code", "ranks"), [("return", 0, 2), ("exit", 3, 1), ("error", 1, 2)])
+def test_metrics_are_on_disk_when_the_process_has_ended(end: str, code: int, ranks: int, tmp_path: Path) -> None:
     done = run_script(LOGGED, end, str(ranks), str(tmp_path))
     assert done.returncode == code, done.stdout
     assert len((tmp_path / "run" / "version_0" / "metrics.csv").read_text().splitlines()) == 6
+
+
+class Failing(Logger):
+    """Cannot write."""
+
+    name, version = "failing", ""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        raise OSError("disk full")
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        pass
+
+
+class Hanging(Failing):
+    """Does not return from a call until it is released."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.released = threading.Event()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.entered.set()
+        self.released.wait(30)
+
+
+def test_a_logger_that_fails_does_not_stop_the_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fabric = Fabric(accelerator="cpu", loggers=[Failing(), CSVLogger(tmp_path, name="run", version=0)])
+    fabric.log("loss", torch.tensor(0.5), step=2)
+    fabric.log_dict({"loss": 0.25, "accuracy": 1.0}, step=3)
+    fabric.end_training()
+    with (tmp_path / "run" / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(2, 0.5), (3, 0.25)]
+    assert float(rows[1]["accuracy"]) == 1.0
+    assert "Failing.log_metrics failed (OSError: disk full)" in capsys.readouterr().err
+
+
+def test_a_logger_that_hangs_does_not_stop_the_loop() -> None:
+    hanging = Hanging()
+    fabric = Fabric(accelerator="cpu", loggers=hanging)
+    fabric.log("loss", 0.5, 0)
+    assert hanging.entered.wait(10)
+    fabric.log("loss", 0.5, 1)
+    hanging.released.set()
+    fabric.end_training()
+
+
+def test_a_logger_that_is_added_later_gets_what_follows(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", loggers=CSVLogger(tmp_path, name="first", version=0))
+    fabric.log("loss", 0.5, 0)
+    fabric.loggers.append(CSVLogger(tmp_path, name="second", version=0))
+    fabric.log("loss", 0.25, 1)
+    fabric.end_training()
+    lines = [
+        len((tmp_path / name / "version_0" / "metrics.csv").read_text().splitlines()) for name in ("first", "second")
+    ]
+    assert lines == [3, 2]
 
 
 def test_loggers_in_any_sequence(tmp_path: Path) -> None:
@@ -275,14 +326,8 @@ def test_loggers_in_any_sequence(tmp_path: Path) -> None:
     assert callback in Trainer(accelerator="cpu", devices=1, callbacks=UserList([callback])).callbacks
 
 
-def test_metrics_are_sent_to_the_loggers(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", loggers=CSVLogger(tmp_path, name="run", version=0))
-    fabric.log("loss", torch.tensor(0.5), step=2)
-    fabric.log_dict({"loss": 0.25, "accuracy": 1.0}, step=3)
-    fabric.end_training()
-    lines = (tmp_path / "run" / "version_0" / "metrics.csv").read_text().splitlines()
-    assert len(lines) == 3
-    assert "0.5" in lines[1]
+def test_loggers_of_a_fabric() -> None:
+    fabric = Fabric(accelerator="cpu", loggers="csv")
     assert fabric.logger is fabric.loggers[0]
     with refuses(UnknownNameError, "'cvs'", "'csv'"):
         Fabric(accelerator="cpu", loggers="cvs")
@@ -296,3 +341,28 @@ def test_a_block_is_profiled(tmp_path: Path) -> None:
         torch.ones(8, 8) @ torch.ones(8, 8)
     assert any("mm" in event.key for event in profiler.key_averages())
     assert (tmp_path / "traces" / "rank_0.json").stat().st_size > 0
+
+
+# ---- the names -------------------------------------------------------------------------------------------------------
+
+PAGE = Path(phalanx.__file__).parent / "docs" / "fabric.md"
+# Attributes that the Trainer uses, and use_strategy, which replaces the strategy before a fit.
+INTERNAL = {
+    *("accumulation", "forward_context", "resources", "scaler", "strategy_scales_losses", "updater", "use_strategy"),
+    *("compilation", "callbacks", "loggers", "precision", "strategy", "world"),
+}
+
+
+def test_every_public_name_is_documented_and_every_documented_name_exists() -> None:
+    tables = PAGE.read_text().partition("## All methods")[2]
+    documented = re.findall(r"`(\w+)`", "\n".join(line for line in tables.splitlines() if line.startswith("|")))
+    public = {name for name in dir(Fabric(accelerator="cpu", devices=1)) if not name.startswith("_")} - ABSENT.keys()
+    assert public - INTERNAL == set(documented)
+
+
+def test_a_verb_can_be_overridden_and_called_through_super() -> None:
+    class Doubling(Fabric):
+        def all_reduce(self, data: Any, op: str = "mean", *, reduce_op: str | None = None, group: None = None) -> Any:
+            return 2 * super().all_reduce(data, op, reduce_op=reduce_op)
+
+    assert Doubling(accelerator="cpu", devices=1).all_reduce(3, "sum").item() == 6

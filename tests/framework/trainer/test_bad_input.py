@@ -22,9 +22,9 @@ from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import SingleDeviceStrategy
 
 
-def message(error: type[PhalanxError], action: Callable[[], object]) -> str:
-    """Return the message of the error that an action raises, which is one paragraph that ends like a sentence."""
-    with refuses(error) as raised:
+def message(action: Callable[[], object], *words: str, error: type[PhalanxError] = ConfigurationError) -> str:
+    """Return the message of the error that an action raises: a paragraph with some words that ends like a sentence."""
+    with refuses(error, *words) as raised:
         action()
     text = str(raised.value)
     assert "\n" not in text
@@ -32,9 +32,14 @@ def message(error: type[PhalanxError], action: Callable[[], object]) -> str:
     return text
 
 
-def refusal(**arguments: Any) -> str:
-    """Return how a Trainer refuses its arguments."""
-    return message(ConfigurationError, lambda: Trainer(**{"accelerator": "cpu", **arguments}))
+def refusal(*words: str, **arguments: Any) -> str:
+    """Return how a Trainer refuses its arguments, with some words."""
+    return message(lambda: Trainer(**{"accelerator": "cpu", **arguments}), *words)
+
+
+def fit_refusal(module: Any, data: Any, *words: str, error: type[PhalanxError] = ConfigurationError) -> str:
+    """Return how a fit refuses a module or its data, with some words."""
+    return message(lambda: silent_trainer(devices=1, max_steps=1).fit(module, data), *words, error=error)
 
 
 # ---- arguments of the Trainer -------------------------------------------------------------------------------------
@@ -65,22 +70,17 @@ def test_unknown_names_get_the_closest_known_one(arguments: dict[str, Any], expe
     [
         ({"max_epoch": 3}, "'max_epochs'"),
         ({"gpus": 2}, "'devices'"),
-        ({"num_train_epochs": 2}, "'max_epochs'"),
-        ({"gradient_accumulation_steps": 2}, "'accumulate_grad_batches'"),
         ({"limit_validation_batches": 2}, "'limit_val_batches'"),
         ({"resume_from_checkpoint": "a.ckpt"}, "fit(model, ckpt_path=...)"),
         ({"batch_size": 4}, "DataLoader"),
-        ({"fp16": True}, "precision"),
-        ({"seed": 4}, "seed_everything(seed)"),
         ({"flux_capacitor": True}, "accelerator, strategy"),
         ({"patience": 3}, "EarlyStopping(patience=...)"),
     ],
 )
 def test_unknown_arguments_get_a_hint(arguments: dict[str, Any], expected: str) -> None:
-    text = refusal(**arguments)
     ((name, value),) = arguments.items()
+    text = refusal(expected, **arguments)
     assert text.startswith(f"Trainer({name}={value!r})")
-    assert expected in text
     assert len(text) < 250
 
 
@@ -88,30 +88,24 @@ def test_unknown_arguments_get_a_hint(arguments: dict[str, Any], expected: str) 
     ("arguments", "expected"),
     [
         ({"strategy": "ddp_sharded"}, "'fsdp'"),
-        ({"strategy": "ddp_spawn"}, "'ddp'"),
-        ({"strategy": "ddp_notebook"}, "'ddp'"),
-        ({"strategy": "fsdp_native"}, "'fsdp'"),
         ({"strategy": "deepspeed_zero3"}, "'zero3'"),
         ({"strategy": "MULTI_GPU"}, "'ddp'"),
         ({"precision": "transformer-engine"}, "'fp8-mixed'"),
         ({"precision": "no"}, "'32-true'"),
         ({"accelerator": "tpu"}, "devices of torch.accelerator"),
         ({"logger": "comet"}, "phalanx.loggers.Logger"),
-        ({"logger": "neptune"}, "phalanx.loggers.Logger"),
     ],
 )
 def test_names_of_other_frameworks_get_what_to_use_instead(arguments: dict[str, Any], expected: str) -> None:
     ((name, value),) = arguments.items()
-    text = refusal(**arguments)
+    text = refusal(expected, **arguments)
     assert text.startswith(f"{name}={value!r}")
-    assert expected in text
     assert "Did you mean" not in text
 
 
 def test_without_a_close_name_a_message_lists_one_line_of_names() -> None:
-    text = refusal(strategy="nonsense")
+    text = refusal("single, ddp, ", strategy="nonsense")
     assert text.startswith("strategy='nonsense'")
-    assert "single, ddp, " in text
     assert len(text) < 200
 
 
@@ -133,10 +127,7 @@ def test_without_a_close_name_a_message_lists_one_line_of_names() -> None:
 )  # fmt: skip
 def test_a_number_out_of_range_is_refused(arguments: dict[str, Any]) -> None:
     ((name, value),) = arguments.items()
-    text = refusal(**arguments)
-    assert name in text
-    if not isinstance(value, dict):
-        assert f"{name}={value!r}" in text
+    refusal(name if isinstance(value, dict) else f"{name}={value!r}", **arguments)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +138,7 @@ def test_a_number_out_of_range_is_refused(arguments: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_a_switch_is_true_or_false(name: str) -> None:
-    assert f"{name}='false'" in refusal(**{name: "false"})
+    refusal(f"{name}='false'", **{name: "false"})
 
 
 @pytest.mark.parametrize(
@@ -171,14 +162,12 @@ def test_a_switch_is_true_or_false(name: str) -> None:
             ["accumulate_grad_batches=cycle of 1, 2", "GradientAccumulationScheduler"],
         ),
         ({"min_epochs": 3, "max_epochs": 2}, ["min_epochs=3", "max_epochs=2"]),
-        ({"min_steps": 3, "max_steps": 2}, ["min_steps=3", "max_steps=2"]),
         ({"check_val_every_n_epoch": None}, ["check_val_every_n_epoch=None", "batches"]),
         ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, ["val_check_interval=0.5"]),
         ({"val_check_interval": 0}, ["limit_val_batches=0"]),
         ({"barebones": True, "callbacks": [Timer()]}, ["barebones=True", "callbacks"]),
         ({"barebones": True, "logger": "csv"}, ["barebones=True", "logger='csv'"]),
         ({"barebones": True, "enable_checkpointing": True}, ["barebones=True", "enable_checkpointing=True"]),
-        ({"barebones": True, "detect_anomaly": True}, ["barebones=True", "detect_anomaly=True"]),
         ({"barebones": True, "fast_dev_run": True}, ["barebones=True", "fast_dev_run=True"]),
         ({"strategy": "single", "devices": 2}, ["strategy='single'", "2 ranks", "ddp"]),
         ({"strategy": SingleDeviceStrategy(), "devices": 2}, ["2 ranks"]),
@@ -199,9 +188,7 @@ def test_a_switch_is_true_or_false(name: str) -> None:
     ids=lambda value: None if isinstance(value, list) else ", ".join(value),
 )
 def test_contradictions_are_refused(arguments: dict[str, Any], words: list[str]) -> None:
-    text = refusal(**arguments)
-    for word in words:
-        assert word in text
+    refusal(*words, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -217,14 +204,11 @@ def test_contradictions_are_refused(arguments: dict[str, Any], words: list[str])
     ],
 )  # fmt: skip
 def test_the_wrong_kind_of_object_is_refused(arguments: dict[str, Any], words: list[str]) -> None:
-    text = refusal(**arguments)
-    for word in words:
-        assert word in text
+    refusal(*words, **arguments)
 
 
 def test_a_callback_made_for_lightning_is_recognized(lightning: Any) -> None:
-    text = refusal(callbacks=[lightning.callbacks.Timer()])
-    assert "lightning.pytorch" in text
+    refusal("lightning.pytorch", callbacks=[lightning.callbacks.Timer()])
 
 
 def test_early_stopping_by_name_watches_the_validation_loss() -> None:
@@ -235,7 +219,7 @@ def test_early_stopping_by_name_watches_the_validation_loss() -> None:
 
 def test_settings_cannot_be_changed_behind_the_trainers_back() -> None:
     trainer = silent_trainer(max_epochs=1)
-    assert "Trainer(...)" in message(ConfigurationError, lambda: setattr(trainer, "max_epochs", 3))
+    message(lambda: setattr(trainer, "max_epochs", 3), "Trainer(...)")
     assert trainer.max_epochs == 1
 
 
@@ -269,51 +253,38 @@ class NoStep(TrainModule):
     ],
 )
 def test_what_cannot_be_trained_is_refused(make: Callable[[], Any], words: list[str]) -> None:
-    text = message(ConfigurationError, lambda: silent_trainer(devices=1).fit(make(), loader()))
-    for word in words:
-        assert word in text
+    fit_refusal(make(), loader(), *words)
 
 
-def test_a_lightning_module_is_refused_with_advice_for_conversion(lightning: Any) -> None:
+def test_modules_and_data_modules_of_lightning_are_refused_with_advice(lightning: Any) -> None:
     class Old(lightning.LightningModule):  # type: ignore[misc]
         pass
 
-    text = message(ConfigurationError, lambda: silent_trainer().fit(Old(), loader()))
-    assert all(name in text for name in ("Old", "phalanx.TrainModule", "LightningModule"))
-
-
-def test_a_lightning_data_module_in_place_of_loaders_is_refused_with_advice(lightning: Any) -> None:
     class Images(lightning.LightningDataModule):  # type: ignore[misc]
         pass
 
-    text = message(ConfigurationError, lambda: silent_trainer(devices=1).fit(Regressor(), Images()))
-    assert all(name in text for name in ("Images", "phalanx.DataModule", "LightningDataModule"))
+    fit_refusal(Old(), loader(), "Old", "phalanx.TrainModule", "LightningModule")
+    fit_refusal(Regressor(), Images(), "Images", "phalanx.DataModule", "LightningDataModule")
 
 
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
         ("validaton_step", "validation_step"),
-        ("on_train_epoch_ends", "on_train_epoch_end"),
         ("configure_optimizer", "configure_optimizers"),
-        ("on_train_batch_ends", "on_train_batch_end"),
         ("validation_epoch_end", "on_validation_epoch_end"),
-        ("training_epoch_end", "on_train_epoch_end"),
         ("on_epoch_end", "on_train_epoch_end"),
         ("configure_sharded_model", "configure_model"),
         ("val_dataloaders", "val_dataloader"),
         ("forwrd", "forward"),
         ("on_training_step", "on_train_batch_end"),
-        ("on_training_batch_begin", "on_train_batch_start"),
         ("on_validation_end_epoch", "on_validation_epoch_end"),
     ],
 )
 def test_a_hook_that_is_never_called_is_refused(name: str, meant: str) -> None:
     base = NoOptimizers if meant == "configure_optimizers" else Regressor
     kind = type("Mine", (base,), {name: lambda self, *args: None})
-    text = message(ConfigurationError, lambda: silent_trainer().fit(kind(), loader()))
-    assert f"Mine.{name}." in text
-    assert repr(meant) in text
+    fit_refusal(kind(), loader(), f"Mine.{name}.", repr(meant))
 
 
 def test_a_misspelled_override_of_a_hook_that_the_class_has_is_refused_too() -> None:
@@ -324,12 +295,10 @@ def test_a_misspelled_override_of_a_hook_that_the_class_has_is_refused_too() -> 
         def validaton_step(self, batch: Any, batch_idx: int) -> None:
             super().validation_step(batch, batch_idx)
 
-    text = message(ConfigurationError, lambda: silent_trainer().fit(Mine(), loader()))
-    assert "Mine.validaton_step" in text
-    assert "'validation_step'" in text
+    fit_refusal(Mine(), loader(), "Mine.validaton_step", "'validation_step'")
 
 
-def test_helpers_of_a_hook_are_fine() -> None:
+def test_helpers_with_names_of_their_own_are_fine() -> None:
     class Mine(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.trainings_step(batch, batch_idx)
@@ -340,12 +309,6 @@ def test_helpers_of_a_hook_are_fine() -> None:
         def training_step_alone(self, batch: Any) -> Any: ...
         def forward_once(self, x: Tensor) -> None: ...
         def on_validation_figure(self) -> None: ...
-
-    silent_trainer(max_steps=1).fit(Mine(), loader())
-
-
-def test_a_helper_with_a_name_of_its_own_is_fine() -> None:
-    class Mine(Regressor):
         def train_loss(self) -> None: ...
         def on_gradient_norm(self) -> None: ...
         def shared_step(self, batch: Any) -> None: ...
@@ -354,66 +317,40 @@ def test_a_helper_with_a_name_of_its_own_is_fine() -> None:
     silent_trainer(max_steps=1).fit(Mine(), loader())
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"), [("train_dataloaders", "train_dataloader"), ("val_dataloaders", "val_dataloader")]
-)
-def test_a_misspelled_loader_of_a_data_module_is_found_beside_the_right_one(name: str, meant: str) -> None:
-    class Data(DataModule):
-        def train_dataloader(self) -> Any:
-            return loader()
-
-        def val_dataloader(self) -> Any:
-            return loader()
-
-    kind = type("Mine", (Data,), {name: lambda self: None})
-    text = message(ConfigurationError, lambda: silent_trainer().fit(Regressor(), datamodule=kind()))
-    assert f"Mine.{name}." in text
-    assert repr(meant) in text
-
-
-def test_misspelled_hooks_of_callbacks_that_the_module_adds_are_found() -> None:
-    class Wrong(Callback):
-        def on_train_epoch_ended(self, *args: Any) -> None: ...
-
-    class Mine(Regressor):
-        def configure_callbacks(self) -> Any:
-            return [Wrong()]
-
-    text = message(ConfigurationError, lambda: silent_trainer().fit(Mine(), loader()))
-    assert "Wrong.on_train_epoch_ended" in text
-    assert "'on_train_epoch_end'" in text
-
-
 def test_misspelled_hooks_of_callbacks_and_data_modules_are_found_too() -> None:
     class Watching(Callback):
         def on_validaton_end(self, trainer: Any, module: Any) -> None: ...
 
+    class Adding(Regressor):
+        def configure_callbacks(self) -> Any:
+            return [Watching()]
+
     class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
         def train_dataloaders(self) -> Any: ...
 
-    assert "'on_validation_end'" in refusal(callbacks=[Watching()])
-    text = message(ConfigurationError, lambda: silent_trainer().fit(Regressor(), datamodule=Data()))
-    assert "'train_dataloader'" in text
+    refusal("'on_validation_end'", callbacks=[Watching()])
+    fit_refusal(Adding(), loader(), "Watching.on_validaton_end", "'on_validation_end'")
+    fit_refusal(Regressor(), Data(), "Data.train_dataloaders.", "'train_dataloader'")
 
 
 @pytest.mark.parametrize(
     ("stage", "lacks"),
     [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")],
 )
-def test_an_evaluation_needs_its_step(stage: str, lacks: str) -> None:
-    text = message(ConfigurationError, lambda: getattr(silent_trainer(), stage)(NoStep(), loader()))
-    assert lacks in text
-
-
-def test_an_evaluation_needs_a_model() -> None:
-    assert "model=" in message(ConfigurationError, lambda: silent_trainer().test())
+def test_an_evaluation_needs_a_model_with_its_step(stage: str, lacks: str) -> None:
+    evaluate = getattr(silent_trainer(), stage)
+    message(lambda: evaluate(NoStep(), loader()), lacks)
+    message(evaluate, "model=")
 
 
 def test_a_step_with_other_arguments_is_refused() -> None:
     class Three(Regressor):
         def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any: ...  # type: ignore[override]
 
-    assert "(batch, batch_idx, optimizer_idx)" in message(LoopError, lambda: silent_trainer().fit(Three(), loader()))
+    fit_refusal(Three(), loader(), "(batch, batch_idx, optimizer_idx)", error=LoopError)
 
 
 # ---- what the module returns --------------------------------------------------------------------------------------
@@ -442,9 +379,7 @@ class Returning(Regressor):
     ],
 )
 def test_a_step_that_returns_the_wrong_thing(change: Callable[[Tensor], Any], words: list[str]) -> None:
-    text = message(LoopError, lambda: silent_trainer(max_steps=1).fit(Returning(change), loader()))
-    for word in words:
-        assert word in text
+    fit_refusal(Returning(change), loader(), *words, error=LoopError)
 
 
 class Optimizing(Regressor):
@@ -495,9 +430,7 @@ def scheduled(module: nn.Module, **config: Any) -> dict[str, Any]:
 def test_configure_optimizers_that_returns_the_wrong_thing(
     make: Callable[[TrainModule], Any], words: list[str]
 ) -> None:
-    text = message(ConfigurationError, lambda: silent_trainer(max_steps=1).fit(Optimizing(make), loader()))
-    for word in words:
-        assert word in text
+    fit_refusal(Optimizing(make), loader(), *words)
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------
@@ -515,7 +448,6 @@ class Stream(IterableDataset[Any]):
         (regression_data(8), ["TensorDataset", "DataLoader(dataset"]),
         ("data.csv", ["train_dataloaders", "str"]),
         (torch.ones(4, 2), ["train_dataloaders", "Tensor"]),
-        (3, ["train_dataloaders", "int"]),
         ({}, ["train_dataloaders", "dict"]),
         ([], ["train_dataloaders"]),
         (DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=4, drop_last=True), ["train_dataloaders", "drop_last"]),
@@ -526,28 +458,17 @@ class Stream(IterableDataset[Any]):
     ],
 )
 def test_data_that_cannot_be_read_is_refused(data: Any, words: list[str]) -> None:
-    text = message(ConfigurationError, lambda: silent_trainer(max_steps=1).fit(Regressor(), data))
-    for word in words:
-        assert word in text
+    fit_refusal(Regressor(), data, *words)
 
 
 def test_data_modules_that_are_none() -> None:
     class Data(DataModule):
         pass
 
-    assert "Data" in message(ConfigurationError, lambda: silent_trainer().fit(Regressor(), datamodule=Data))  # type: ignore[arg-type]
-    assert "train_dataloader" in message(
-        ConfigurationError, lambda: silent_trainer().fit(Regressor(), datamodule=Data())
-    )
-    text = message(ConfigurationError, lambda: silent_trainer().fit(Regressor(), loader(), datamodule=Data()))
-    assert "datamodule" in text
-
-
-def test_a_checkpoint_that_does_not_exist() -> None:
-    from phalanx.framework.core.errors import CheckpointError
-
-    text = message(CheckpointError, lambda: silent_trainer().fit(Regressor(), loader(), ckpt_path="nowhere.ckpt"))
-    assert "'nowhere.ckpt'" in text
+    fit = silent_trainer().fit
+    message(lambda: fit(Regressor(), datamodule=Data), "Data")  # type: ignore[arg-type]
+    message(lambda: fit(Regressor(), datamodule=Data()), "train_dataloader")
+    message(lambda: fit(Regressor(), loader(), datamodule=Data()), "datamodule")
 
 
 class Manual(Regressor):
@@ -562,19 +483,14 @@ class Manual(Regressor):
     ],
 )
 def test_settings_that_mean_nothing_under_manual_optimization(arguments: dict[str, Any], words: list[str]) -> None:
-    text = message(ConfigurationError, lambda: silent_trainer(**arguments).fit(Manual(), loader()))
-    for word in words:
-        assert word in text
+    message(lambda: silent_trainer(**arguments).fit(Manual(), loader()), *words)
 
 
 # ---- no process is started ----------------------------------------------------------------------------------------
 
 # What a module has beside the usual, arguments of the Trainer, those of fit, and what is said.
 _MISTAKES = [
-    ("", ", max_epoch=3", "M(), data", "Did you mean 'max_epochs'?"),
     ("", "", "M(), data.dataset", "a TensorDataset, a dataset"),
-    ("", "", "M", "M, a class"),
-    ("", "", "M()", "no data to train"),
     ("    def validaton_step(self, batch, batch_idx): ...", "", "M(), data", "Did you mean 'validation_step'?"),
     ("    automatic_optimization = False", ", gradient_clip_val=1.0", "M(), data", "self.clip_gradients"),
     ("", "", "M(), data, ckpt_path='x.ckpt'", "'x.ckpt' does not exist"),

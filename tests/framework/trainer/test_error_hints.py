@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
+from model_script import MODEL
 from models import Regressor, loader, silent_trainer
 from ranks import run_script
 from torch import nn
@@ -18,67 +19,50 @@ from phalanx.callbacks import EarlyStopping, ModelCheckpoint
 from phalanx.errors import CheckpointError, ConfigurationError, MetricError
 
 _SCRIPT = """
-import signal, torch, phalanx
-from torch.utils.data import DataLoader, TensorDataset
-
-class Net(phalanx.TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
+class Net(Model):
     def forward(self, x):
-        return self.layer(x)
+        return self.net(x)
     def training_step(self, batch, batch_idx):
-        loss = self.layer(batch[0]).pow(2).mean()
+        loss = super().training_step(batch, batch_idx)
         {step}
         return loss
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-data = TensorDataset(torch.ones(16, 4), torch.ones(16, 1))
-loader = DataLoader(data, batch_size=2{workers})
-trainer = phalanx.Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-                          enable_progress_bar=False, enable_model_summary=False)
-trainer.{verb}(Net(), loader)
+data = loader(16, 2{workers})
+trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet)
+trainer.{verb}(Net(), data)
 """
 
 
 def shown(tmp_path: Path, step: str = "pass", verb: str = "fit", workers: str = "") -> tuple[int, str]:
     """Run a script with a mistake; return its exit code and what it shows."""
     script = tmp_path / "script.py"
-    script.write_text(_SCRIPT.format(step=step, verb=verb, workers=workers))
+    script.write_text(MODEL + _SCRIPT.format(step=step, verb=verb, workers=workers))
     done = run_script(script)
     return done.returncode, done.stdout
 
 
 @pytest.mark.parametrize(
-    ("step", "expected"),
+    ("given", "expected"),
     [
-        ("if batch_idx == 3: {}['b']", "KeyError: 'b'\nRaised at step 3 (epoch 0, batch 3)."),
-        ("loss.backward()", "leave the call out: phalanx calls backward on the loss"),
-        ("self.hparams.lr", "call self.save_hyperparameters() in __init__"),
+        ({"step": "if batch_idx == 3: {}['b']"}, "KeyError: 'b'\nRaised at step 3 (epoch 0, batch 3)."),
+        ({"step": "loss.backward()"}, "leave the call out: phalanx calls backward on the loss"),
+        ({"step": "self.hparams.lr"}, "call self.save_hyperparameters() in __init__"),
+        ({"verb": "predict"}, "define predict_step(self, batch, batch_idx)"),
+        ({"workers": ", num_workers=1, multiprocessing_context='spawn', collate_fn=lambda items: items"},
+         "at the top level of a module, not as a lambda"),
     ],
-)
-def test_one_rank_shows_the_users_lines_the_step_and_the_cause(tmp_path: Path, step: str, expected: str) -> None:
-    code, output = shown(tmp_path, step)
+)  # fmt: skip
+def test_one_rank_shows_the_users_lines_the_step_and_the_cause(
+    given: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    code, output = shown(tmp_path, **given)
     assert code == 1
     assert expected in output
-    assert "Raised at step " in output
-    assert "trainer.fit(Net(), loader)" in output
-    assert "framework/trainer" not in output
-    assert len(output[output.index("Traceback") :].splitlines()) <= 20
-
-
-def test_a_batch_that_forward_cannot_take_asks_for_predict_step(tmp_path: Path) -> None:
-    code, output = shown(tmp_path, verb="predict")
-    assert code == 1
-    assert "define predict_step(self, batch, batch_idx)" in output
-
-
-def test_a_lambda_for_spawned_workers_is_explained(tmp_path: Path) -> None:
-    workers = ", num_workers=1, multiprocessing_context='spawn', collate_fn=lambda items: items"
-    code, output = shown(tmp_path, workers=workers)
-    assert code == 1
-    assert "at the top level of a module, not as a lambda" in output
+    if "step" in given:
+        assert "Raised at step " in output
+        assert "trainer.fit(Net(), data)" in output
+        assert "framework/trainer" not in output
+        assert len(output[output.index("Traceback") :].splitlines()) <= 20
 
 
 def test_an_interrupt_of_one_rank_shows_one_sentence(tmp_path: Path) -> None:
@@ -88,10 +72,8 @@ def test_an_interrupt_of_one_rank_shows_one_sentence(tmp_path: Path) -> None:
     assert "SIGINT came: stopped after optimizer step 3" in output
 
 
-def test_errors_outside_of_phalanx_are_shown_as_python_shows_them(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import phalanx\ndef f():\n    raise KeyError('mine')\nf()\n")
-    done = run_script(script)
+def test_errors_outside_of_phalanx_are_shown_as_python_shows_them() -> None:
+    done = run_script("import phalanx\ndef f():\n    raise KeyError('mine')\nf()\n")
     assert done.returncode == 1
     assert done.stdout.startswith("Traceback")
     assert "KeyError: 'mine'" in done.stdout
@@ -106,9 +88,6 @@ def test_a_file_of_torch_save_as_a_checkpoint_gets_the_next_step(tmp_path: Path)
     assert "convert" not in str(raised.value)
     with refuses(CheckpointError, "lightning.ckpt", "phalanx checkpoint convert"):
         silent_trainer().fit(Regressor(), loader(), ckpt_path=lightning)
-
-
-def test_a_misspelled_word_for_a_checkpoint_gets_the_closest_one() -> None:
     with refuses(CheckpointError, "'lastest'", "'last'"):
         silent_trainer().fit(Regressor(), loader(), ckpt_path="lastest")
 

@@ -73,7 +73,7 @@ def begun(ranks: int, strategy: str, samples: list[float], largest: int) -> tupl
     return module.sizes, module.raised, trainer.micro_batch_size
 
 
-@pytest.mark.parametrize(("samples", "first"), [(100.0, 32), (31.0, 16), (9.0, 8), (1.5, 1), (0.5, 32)])
+@pytest.mark.parametrize(("samples", "first"), [(100.0, 32), (31.0, 16), (1.5, 1), (0.5, 32)])
 def test_a_fit_begins_with_the_size_of_the_memory_plan(samples: float, first: int) -> None:
     sizes, raised, last = begun(1, "single", [samples], SAMPLES)
 
@@ -81,7 +81,7 @@ def test_a_fit_begins_with_the_size_of_the_memory_plan(samples: float, first: in
     assert (raised, last) == (0, first)
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (3, "fsdp"), (2, "zero2")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "zero2"), (3, "ddp")])
 def test_ranks_begin_with_the_size_of_the_one_with_the_least_memory(ranks: int, strategy: str) -> None:
     for sizes, raised, last in run_on_ranks(ranks, begun, ranks, strategy, [100.0, 17.0], SAMPLES, timeout=120):
         assert sizes == [16] * 4
@@ -116,12 +116,10 @@ def test_a_size_that_is_given_and_that_of_a_checkpoint_precede_the_plan(tmp_path
     again, resumed = Recorded(SAMPLES), made("auto:20", max_steps=3)
     resumed.fit(again, loader(), ckpt_path=tmp_path / "saved")
     assert again.sizes == [5] * 6 + [2]
-
-
-def test_a_given_size_is_at_most_the_part_of_a_rank() -> None:
-    module, trainer = Recorded(SAMPLES), made("auto:1000")
-    trainer.fit(module, loader())
-    assert module.sizes == [SAMPLES] * 2
+    # It is at most the part of a rank.
+    fresh = Recorded(SAMPLES)
+    made("auto:1000").fit(fresh, loader())
+    assert fresh.sizes == [SAMPLES] * 2
 
 
 def test_a_step_that_cannot_be_measured_begins_with_the_whole_part() -> None:
@@ -135,7 +133,7 @@ def test_a_step_that_cannot_be_measured_begins_with_the_whole_part() -> None:
     assert module.sizes == [SAMPLES] * 2
 
 
-@pytest.mark.parametrize("given", ["auto:0", "auto:", "auto:-2", "auto:2.5", "AUTO", "largest"])
+@pytest.mark.parametrize("given", ["auto:0", "auto:", "auto:2.5", "AUTO"])
 def test_other_words_are_refused(given: str) -> None:
     with refuses(ConfigurationError, "micro_batch_size=", "'auto:8'"):
         made(given)

@@ -68,9 +68,9 @@ class Whole(TrainModule):
         return optim.SGD(self.parameters(), lr=0.1)
 
 
-def whole_fit(strategy: str, size: int) -> tuple[Tensor, float, list[set[tuple[int, int]]]]:
-    module, trainer = Whole(), silent_trainer(devices=size, strategy=strategy, max_epochs=2)
-    trainer.fit(module, loader(16, batch_size=4 // size, shuffle=False))
+def whole_fit() -> tuple[Tensor, float, list[set[tuple[int, int]]]]:
+    module, trainer = Whole(), silent_trainer(devices=2, strategy="fsdp", max_epochs=2)
+    trainer.fit(module, loader(16, batch_size=2))
     return weights_of(module), float(trainer.callback_metrics["member"]), [one.seen for one in module.all_members]
 
 
@@ -89,7 +89,7 @@ def by_hand() -> Tensor:
 
 def test_parts_read_and_log_as_the_whole() -> None:
     module, trainer = Whole(), silent_trainer(devices=1, max_epochs=2)
-    trainer.fit(module, loader(16, batch_size=4, shuffle=False))
+    trainer.fit(module, loader(16))
     assert torch.equal(weights_of(module), by_hand())
     assert all(one.seen == {(step // 4, step) for step in range(8)} for one in module.all_members)
     member = module.all_members[0]
@@ -102,12 +102,11 @@ def test_parts_read_and_log_as_the_whole() -> None:
     assert member.trainer is alone
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_parts_on_two_ranks(strategy: str) -> None:
-    expected, epochs = by_hand(), {(step // 4, step) for step in range(8)}
-    results = run_on_ranks(2, whole_fit, strategy, 2)
-    # Under fsdp only rank 0 has the weights after the fit.
-    torch.testing.assert_close(results[0][0], expected)
+def test_parts_on_two_ranks() -> None:
+    epochs = {(step // 4, step) for step in range(8)}
+    results = run_on_ranks(2, whole_fit)
+    # Rank 0 alone has the weights after the fit.
+    torch.testing.assert_close(results[0][0], by_hand())
     for _, logged, seen in results:
         assert logged > 0
         assert all(one == epochs for one in seen)
@@ -136,7 +135,7 @@ class Calls(Callback):
         setattr(self, hook, lambda trainer, module, *_: action(trainer, module))
 
 
-@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_validation_end", "on_train_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("hook", ["setup", "on_validation_end", "on_train_end"])
 def test_a_stage_within_a_stage_is_refused(hook: str) -> None:
     callback = Calls(hook, lambda trainer, module: trainer.validate(module, loader(4)))
     trainer, module = silent_trainer(devices=1, max_epochs=1, callbacks=callback), Validated()

@@ -53,13 +53,12 @@ class Client(nbclient.NotebookClient):  # type: ignore[misc, name-defined]
         return super().process_message(msg, cell, cell_index)
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Executed:
+def execute(folder: Path) -> Executed:
     """Execute the cells in one kernel."""
     cells = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     sources = [OFTEN, *cells, INTERRUPTED, NUMBER]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    resources = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
+    resources = {"metadata": {"path": str(folder)}}
     client = Client(notebook, timeout=120, kernel_name="python3", resources=resources, allow_errors=True)
     client.displays = [[] for _ in sources]
     client.execute()
@@ -74,9 +73,8 @@ def rows_of(html: str) -> list[list[str]]:
     return [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", html)]
 
 
-@pytest.mark.parametrize(("cell", "ranks", "epochs", "steps"), [(1, 1, 3, 8), (3, 2, 2, 4)])
-def test_a_fit_leaves_its_table_and_no_bar(cell: int, ranks: int, epochs: int, steps: int, executed: Executed) -> None:
-    outputs = executed.outputs[cell]
+def check_table(outputs: list[Any], ranks: int, epochs: int, steps: int) -> None:
+    """A fit leaves its table and no bar."""
     (shown,) = (output for output in outputs if output.output_type == "display_data")
     header, *rows = rows_of(shown.data["text/html"])
     assert header == ["epoch", "step", "train/loss", "val/loss", "s/epoch", "samples/s", "best"]
@@ -92,9 +90,8 @@ def test_a_fit_leaves_its_table_and_no_bar(cell: int, ranks: int, epochs: int, s
         assert text.count(line) == 1, text
 
 
-@pytest.mark.parametrize(("cell", "batches"), [(1, 24), (3, 8)])
-def test_the_bar_is_updated_in_place(cell: int, batches: int, executed: Executed) -> None:
-    displays = executed.displays[cell]
+def check_bar(displays: list[tuple[str, str, str]], batches: int) -> None:
+    """The bar is updated in place."""
     kinds = [kind for kind, _, _ in displays]
     # One output, however often it changes.
     assert kinds == ["display_data"] + ["update_display_data"] * (len(kinds) - 1)
@@ -107,20 +104,34 @@ def test_the_bar_is_updated_in_place(cell: int, batches: int, executed: Executed
     assert any("<div>validation <progress" in html for html in bars)
 
 
-@pytest.mark.parametrize(("cell", "steps"), [(2, 24), (3, 8)])
-def test_the_report_is_shown_as_a_page(cell: int, steps: int, executed: Executed) -> None:
-    (result,) = (output for output in executed.outputs[cell] if output.output_type == "execute_result")
+def check_report(outputs: list[Any], steps: int) -> None:
+    """The report is shown as a page."""
+    (result,) = (output for output in outputs if output.output_type == "execute_result")
     assert f"finished at step {steps}" in result.data["text/plain"]
     page = result.data["text/html"]
     assert page.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert "val/loss" in page
 
 
-def test_an_interrupt_saves_and_says_so_in_one_line(executed: Executed) -> None:
-    (error,) = (output for output in executed.outputs[4] if output.output_type == "error")
+def test_the_cells_of_the_page_in_a_kernel(tmp_path: Path) -> None:
+    outputs, displays = execute(tmp_path)
+    check_table(outputs[1], ranks=1, epochs=3, steps=8)
+    check_bar(displays[1], batches=24)
+    check_report(outputs[2], steps=24)
+    # A fit on two ranks, and its report.
+    check_table(outputs[3], ranks=2, epochs=2, steps=4)
+    check_bar(displays[3], batches=8)
+    check_report(outputs[3], steps=8)
+    # An interrupt saves, which is said in one line.
+    (error,) = (output for output in outputs[4] if output.output_type == "error")
     assert error.ename == "KeyboardInterrupt"
     assert "stopped after optimizer step 3, and saved " in error.evalue
-    assert "<progress" not in executed.displays[4][-1][2]
+    assert "<progress" not in displays[4][-1][2]
+    # No kernel is left.
+    (result,) = outputs[5]
+    number = int(result.data["text/plain"])
+    assert number != os.getpid()
+    wait_until(lambda: not Path(f"/proc/{number}").exists())
 
 
 def test_all_rows_are_sent_at_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +150,3 @@ def test_all_rows_are_sent_at_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert sent[120:] == [120]
     screen.close()
     assert len(sent) == 121
-
-
-def test_no_kernel_is_left(executed: Executed) -> None:
-    (result,) = executed.outputs[5]
-    number = int(result.data["text/plain"])
-    assert number != os.getpid()
-    wait_until(lambda: not Path(f"/proc/{number}").exists())
