@@ -27,6 +27,7 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -57,6 +58,7 @@ def tensors_by_step(run: str) -> dict[int, dict[str, Tensor]]:
     return found
 
 
+@cache
 def clean_run(strategy: str) -> dict[int, dict[str, Tensor]]:
     """Return the weights and moments of a run without a flip."""
     with tempfile.TemporaryDirectory() as root:

@@ -81,39 +81,54 @@ class Started(Callback):
             (self.root / OVER).touch()
 
 
-def main() -> None:
-    """Train, from where the newest good checkpoint stands."""
-    root, ranks = Path(sys.argv[1]), int(sys.argv[3])
-    strategy, _, degrees = sys.argv[2].partition(" ")
-    asynchronous, workers = sys.argv[4] == "1", int(sys.argv[5])
+def train(root: Path, named: str, ranks: int, samples: int, workers: int = 0, **settings: Any) -> None:
+    """Train two epochs, from where the newest good checkpoint stands, and write the result.
+
+    Args:
+        root: the folder of the result, and of the run unless ``settings`` has another one.
+        named: the strategy, with degrees after a space.
+        ranks: their number.
+        samples: those of an epoch.
+        workers: those of the loader.
+        settings: arguments of the Trainer.
+    """
+    strategy, _, degrees = named.partition(" ")
     # All generators, whose states are compared too.
     seed_everything(5)
-    x = torch.randn(120, 6)
+    x = torch.randn(samples, 6)
     data = TensorDataset(x, x.sum(1, keepdim=True))
     module = Net()
-    saver = ModelCheckpoint(
-        monitor="val", save_top_k=2, save_last=True, every_n_train_steps=1, asynchronous=asynchronous
-    )
+    arguments: dict[str, Any] = {"default_root_dir": root, **settings}
     trainer = Trainer(
         accelerator="cpu",
         strategy=strategy,
         devices=ranks,
         parallel=degrees or None,
         max_epochs=2,
-        default_root_dir=sys.argv[6] if len(sys.argv) > 6 else root,
         logger=CSVLogger(),
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        val_check_interval=9,
         # Ranks of a pipeline work at the same time from two micro-batches on.
         accumulate_grad_batches=AccumulationSchedule.cycle([1, 4] if strategy == "pipeline" else [1, 2]),
-        callbacks=[saver, Started(root)],
+        **arguments,
     )
     # The batch norm needs two samples.
     loader = DataLoader(data, max(2, 4 // ranks), shuffle=True, num_workers=workers)
     trainer.fit(module, loader, DataLoader(data, 60), ckpt_path="auto")
     write_result(root, trainer, module)
+
+
+def main() -> None:
+    """Train, with a checkpoint after each step."""
+    root, strategy, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    asynchronous, workers = sys.argv[4] == "1", int(sys.argv[5])
+    saver = ModelCheckpoint(
+        monitor="val", save_top_k=2, save_last=True, every_n_train_steps=1, asynchronous=asynchronous
+    )
+    bucket = {"default_root_dir": sys.argv[6]} if len(sys.argv) > 6 else {}
+    callbacks = [saver, Started(root)]
+    train(root, strategy, ranks, 120, workers, val_check_interval=9, callbacks=callbacks, **bucket)
 
 
 def write_result(root: Path, trainer: Trainer, module: TrainModule) -> None:

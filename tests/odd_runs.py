@@ -204,16 +204,8 @@ def part(
 def train(layout: str, recipe: Recipe, root: Path, stop: int, resume: Path | None, save: Path | None) -> list[float]:
     """Train a part under a layout such as ``fsdp@2``; return the loss of each step, the mean over ranks."""
     strategy, _, ranks = layout.partition("@")
-    given = (
-        strategy,
-        int(ranks),
-        recipe,
-        str(root),
-        stop,
-        str(resume) if resume else None,
-        str(save) if save else None,
-    )
-    results = [part(*given)] if ranks == "1" else run_on_ranks(int(ranks), part, *given)
+    paths = (str(path) if path else None for path in (resume, save))
+    results = run_on_ranks(int(ranks), part, strategy, int(ranks), recipe, str(root), stop, *paths)
     return torch.tensor(results, dtype=torch.float64).mean(0).tolist()
 
 

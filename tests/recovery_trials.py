@@ -132,7 +132,7 @@ def run_trials(
     while tally.trials < trials and len(tally.problems) < 3:
         before, root = tally.trials, folder / f"run-{number}"
         try:
-            disturbed(root, arguments, min(kills, trials - before), number % 2 == 1, choice, tally)
+            disturbed(root, arguments, min(kills, trials - before), number % 2 == 0, choice, tally)
             result = result_of(root)
             if wrong := [key for key in COMPARED if result[key] != expected[key]]:
                 raise Killed(f"different: {wrong}")

@@ -62,8 +62,11 @@ def test_all_are_deleted_and_no_thread_remains(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     assert not deleting_threads()
     deletion.add(hidden(tmp_path, 0))
+    # Another process has deleted this one.
+    deletion.add(tmp_path / f".a.ckpt.{TOKEN}.gone")
     deletion.close()
     assert os.listdir(tmp_path) == []
+    assert deletion.problems() == []
     assert not deleting_threads()
 
 
@@ -115,13 +118,6 @@ def test_what_cannot_be_deleted_is_reported_and_does_not_stop_the_rest(
     assert deletion.problems() == ["An old checkpoint was not deleted: Permission denied"]
     assert deletion.problems() == []
     assert os.listdir(tmp_path) == [stubborn.name]
-
-
-def test_a_directory_that_another_process_deleted_is_not_an_error(tmp_path: Path) -> None:
-    deletion = BackgroundDeletion()
-    deletion.add(tmp_path / f".a.ckpt.{TOKEN}.gone")
-    deletion.close()
-    assert deletion.problems() == []
 
 
 def test_another_process_leaves_what_is_being_deleted_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +181,6 @@ from phalanx.framework.checkpoint.deletion import BackgroundDeletion, hide
 from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.checkpoint.writer import save
 from phalanx.framework.distributed.world import World
-from phalanx.framework.system import atomic_directories
 value, deletion, before = 0, BackgroundDeletion(), None
 while True:
     value += 1
@@ -193,6 +188,7 @@ while True:
     path = Path(sys.argv[1]) / f"{value}.ckpt"
     snapshot = CheckpointContents({"model": model}, {"value": value})
     save(path, snapshot, World.single(), also=path.with_name("last.ckpt"), deletion=deletion)
+    save(path.with_name("replaced.ckpt"), snapshot, World.single())
     if before is not None:
         deletion.add(hide(before))
     before = path
@@ -201,7 +197,9 @@ while True:
 """
 
 
-def test_a_process_killed_while_it_deletes_leaves_full_checkpoints_and_no_space_is_lost(tmp_path: Path) -> None:
+def test_a_process_killed_while_it_saves_and_deletes_leaves_full_checkpoints_and_no_space_is_lost(
+    tmp_path: Path,
+) -> None:
     for attempt in range(6):
         with started_script(KILLED, str(tmp_path)) as process:
             assert process.stdout is not None
@@ -209,12 +207,15 @@ def test_a_process_killed_while_it_deletes_leaves_full_checkpoints_and_no_space_
             time.sleep(0.003 + attempt * 0.0077)
             process.send_signal(signal.SIGKILL)
             process.communicate()
+        # A checkpoint that was being replaced is put back.
+        checkpoint.clean_leftovers(tmp_path)
         visible = [tmp_path / name for name in os.listdir(tmp_path) if not name.startswith(".")]
-        # The newest, perhaps its predecessor, and the second name.
-        assert 2 <= len(visible) <= 3
+        # The newest, perhaps its predecessor, its second name, and the one that is replaced each time.
+        assert 3 <= len(visible) <= 4
         for path in visible:
             assert checkpoint.verify(path) == []
-        checkpoint.clean_leftovers(tmp_path)
+            found = checkpoint.load(path)
+            assert all((tensor == found["value"]).all() for tensor in found["state_dict"].values())
         assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in visible)
         for path in visible:
             checkpoint.remove(path)

@@ -213,23 +213,14 @@ def test_differences_are_listed(tmp_path: Path) -> None:
     assert checkpoint.diff(one, one).equal
 
 
-def test_a_damaged_one_is_not_compared(tmp_path: Path) -> None:
-    one, other = (saved(tmp_path / name, {"w": torch.ones(4)}) for name in ("a.ckpt", "b.ckpt"))
-    file = other / "model-00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    with refuses(CheckpointError, "checksum", "'w'"):
-        checkpoint.diff(one, other)
-
-
 # ---- consolidate --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("given", "dtype"),
     [
-        *((name, torch.bfloat16) for name in ("bf16", "bfloat16", "BF16", "torch.bfloat16", torch.bfloat16)),
-        *((name, torch.float16) for name in ("float16", "half", "16", 16)),
-        *(("fp32", torch.float32), ("float64", torch.float64), (None, torch.float32)),
+        *((name, torch.bfloat16) for name in ("BF16", "torch.bfloat16", torch.bfloat16)),
+        *(("half", torch.float16), (16, torch.float16), ("float64", torch.float64), (None, torch.float32)),
     ],
     ids=str,
 )
@@ -258,7 +249,6 @@ def test_a_number_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"section": "modle"}, "'model'"),
         ({"section": "averages/emma"}, "'averages/ema'"),
-        ({"max_shard_size": "5 apples"}, "max_shard_size='5 apples'"),
     ],
 )
 def test_wrong_arguments_get_a_sentence(tmp_path: Path, arguments: dict[str, Any], name: str) -> None:
@@ -293,16 +283,15 @@ def split(folder: str) -> None:
     world.close()
 
 
-@pytest.mark.parametrize("slice_bytes", [4, 28, 52, 160, 164, 1 << 20])
-def test_slices_of_any_length_put_split_tensors_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
-) -> None:
+def test_slices_of_any_length_put_split_tensors_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_on_ranks(2, split, str(tmp_path))
-    monkeypatch.setattr(plain_files, "SLICE_BYTES", slice_bytes)
     whole = torch.arange(3 * 5 * 8, dtype=torch.float32).reshape(3, 5, 8)
-    found = load_file(checkpoint.consolidate(tmp_path / "a.ckpt", tmp_path / "out"))
-    assert {name: bool(torch.equal(tensor, whole)) for name, tensor in found.items()} == dict.fromkeys(found, True)
-    assert len(found) == 4
+    for slice_bytes in (4, 28, 52, 160, 164, 1 << 20):
+        monkeypatch.setattr(plain_files, "SLICE_BYTES", slice_bytes)
+        found = load_file(checkpoint.consolidate(tmp_path / "a.ckpt", tmp_path / f"out-{slice_bytes}"))
+        assert sorted(found) == ["columns", "flat", "middle", "rows"]
+        for name, tensor in found.items():
+            assert torch.equal(tensor, whole), f"{name} in slices of {slice_bytes} bytes"
 
 
 BOUNDED = """
@@ -344,9 +333,12 @@ def test_a_tensor_far_larger_than_what_is_held_at_once_is_consolidated(tmp_path:
 
 def test_the_index_is_that_of_hugging_face(tmp_path: Path) -> None:
     model = {str(index): torch.full((250,), float(index)) for index in range(7)}
-    out = checkpoint.consolidate(saved(tmp_path / "a.ckpt", model), tmp_path / "out", "1KB", dtype="bf16")
+    out = checkpoint.consolidate(saved(tmp_path / "a.ckpt", model), tmp_path / "out", "1.25KB", dtype="bf16")
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 3500
-    assert len(set(index["weight_map"].values())) == 4
+    assert set(index["weight_map"].values()) == {f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)}
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(out / file)[name], model[name].bfloat16())
+    for size in ("big", 0, "5XB", -1):
+        with refuses(ConfigurationError, "max_shard_size"):
+            checkpoint.consolidate(tmp_path / "a.ckpt", tmp_path / "other", size)

@@ -7,7 +7,6 @@ import enum
 import json
 import math
 import pathlib
-import pickle
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -62,7 +61,8 @@ VALUES = [
     (),
     (1, "a", None),
     {},
-    {"a": {"b": [1.5]}},
+    {"b": {"c": [1.5]}, "a": 2},
+    {7: 3, "a": 1, True: 4},
     {1: "int", "1": "str", 1.5: "float", None: "none", (1, "x"): "tuple", b"k": "bytes"},
     {"$": "mine", "a": 1},
     {"items": [], "$": {"$": "tuple"}},
@@ -119,13 +119,6 @@ def test_nan_comes_back() -> None:
     assert math.isnan(round_trip(torch.tensor(math.nan, dtype=torch.bfloat16)))
 
 
-def test_order_and_key_types_of_a_dict_are_kept() -> None:
-    state = {"b": 1, "a": 2, 7: 3, True: 4}
-    found = round_trip(state)
-
-    assert [(type(key), key) for key in found] == [(type(key), key) for key in state]
-
-
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -141,13 +134,6 @@ def test_tensors_of_every_dtype_come_back(dtype: torch.dtype) -> None:
             assert after.dtype == before.dtype
             assert after.shape == before.shape
             assert after.reshape(-1).view(torch.uint8).tolist() == before.reshape(-1).view(torch.uint8).tolist()
-
-
-def test_a_scalar_on_the_cpu_is_not_a_tensor_entry() -> None:
-    document, tensors = codec.encode({"step": torch.tensor(7.0), "moment": torch.ones(2)})
-
-    assert list(tensors) == ["moment"]
-    assert document["step"] == {"$": "scalar", "dtype": "float32", "value": 7.0}
 
 
 def test_tensors_lie_under_their_path_and_never_collide() -> None:
@@ -178,19 +164,6 @@ def test_generator_states_come_back_inline() -> None:
     assert found["python"] == state["python"]
     assert torch.equal(found["torch"], torch.get_rng_state())
     numpy.random.set_state(found["numpy"])
-
-
-def test_an_optimizer_and_a_module_come_back() -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    found = round_trip({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-
-    other = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
-    other.load_state_dict(found["optimizer"])
-    assert str(other.state_dict()) == str(optimizer.state_dict())
-    assert type(found["model"]) is OrderedDict
 
 
 @pytest.mark.parametrize(
@@ -263,11 +236,3 @@ def test_an_unknown_factory_becomes_a_dict() -> None:
 def test_a_hostile_document_is_refused(document: JSON) -> None:
     with refuses(CheckpointError, "document['x']"):
         codec.decode({"x": document})
-
-
-def test_decoding_never_unpickles(monkeypatch: pytest.MonkeyPatch) -> None:
-    document, tensors = codec.encode(VALUES)
-    monkeypatch.setattr(pickle, "loads", None)
-    monkeypatch.setattr(torch, "load", None)
-
-    assert len(codec.decode(document, tensors)) == len(VALUES)

@@ -209,7 +209,7 @@ def test_shards_that_are_links_are_refused(tmp_path: Path) -> None:
         checkpoint.convert(folder, tmp_path / "out", note=lambda line: None)
 
 
-@pytest.mark.parametrize("tag", ["../elsewhere", ""])
+@pytest.mark.parametrize("tag", ["../elsewhere", "", "global_step2"])
 def test_latest_names_a_folder_of_its_own_only(tag: str, tmp_path: Path) -> None:
     source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
     for folder in (source / "global_step1", elsewhere):

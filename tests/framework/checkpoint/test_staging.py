@@ -11,7 +11,6 @@ import torch
 from messages import refuses
 from torch import Tensor, nn
 
-from phalanx.framework.checkpoint import staging
 from phalanx.framework.checkpoint.staging import Staging
 from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
 from phalanx.framework.core.errors import StorageError
@@ -126,59 +125,3 @@ def test_giving_up_releases_updates_and_leaves_no_hook(stepped: Stepped) -> None
     stepped.staging.close()
     assert not hooks
     stepped.step()
-
-
-# ---- on a GPU ------------------------------------------------------------------------------------------------------
-
-
-class FakeEvent:
-    """An event of a device; notes who waits for it."""
-
-    made: list[FakeEvent]
-
-    def __init__(self, blocking: bool = False) -> None:
-        assert blocking, "a waiting thread must not occupy a core"
-        self.stream = ""
-        self.waited: list[str] = []
-        self.made.append(self)
-
-    def record(self, stream: Any) -> None:
-        self.stream = stream.name
-
-    def wait(self) -> None:
-        self.waited.append("device")
-
-    def synchronize(self) -> None:
-        self.waited.append("host")
-
-
-class FakeStream:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.waits_for: list[str] = []
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.waits_for.append(other.name)
-
-
-def test_the_next_update_waits_on_the_device_for_copies_of_its_state(
-    stepped: Stepped, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compute, copies = FakeStream("compute"), FakeStream("copies")
-    FakeEvent.made = []
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
-    monkeypatch.setattr(staging, "allocate_pinned", lambda size, device: torch.empty(size, dtype=torch.uint8))
-    made = Staging(torch.device("cuda", 0))
-    made.take(stepped.snapshot(), [stepped.optimizer])
-    assert copies.waits_for == ["compute"]
-    of_compute, of_copies = FakeEvent.made
-    assert (of_compute.stream, of_copies.stream) == ("compute", "copies")
-    made.finish()
-    assert (of_compute.waited, of_copies.waited) == (["host"], ["host"])
-    for _ in range(2):
-        stepped.step()
-    # Once: what is queued after the first update is queued after the copies.
-    assert of_copies.waited == ["host", "device"]
-    made.close()

@@ -37,13 +37,13 @@ def written(path: Path, size: int, announced: int | None = None) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, STEP - 1, STEP, STEP + 1, 7 * STEP, 9 * STEP + 12345])
+@pytest.mark.parametrize("size", [0, 1, STEP - 1, STEP, STEP + 1, 9 * STEP + 12345])
 def test_a_file_holds_what_was_written(tmp_path: Path, size: int) -> None:
     data = written(tmp_path / "file", size)
     assert (tmp_path / "file").read_bytes() == data
 
 
-@pytest.mark.parametrize("announced", [0, 1, 3 * STEP])
+@pytest.mark.parametrize("announced", [0, 3 * STEP])
 def test_more_may_be_written_than_was_announced(tmp_path: Path, announced: int) -> None:
     data = written(tmp_path / "file", 5 * STEP + 17, announced)
     assert (tmp_path / "file").read_bytes() == data
@@ -67,7 +67,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "file").read_bytes() == data
 
 
-@pytest.mark.parametrize("offset", [0, 2 * STEP, 6 * STEP])
+@pytest.mark.parametrize("offset", [0, 6 * STEP])
 def test_a_full_disk_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
     patch_write(monkeypatch, lambda at: errno.ENOSPC if at >= offset else None)
     with pytest.raises(OSError, match="No space"):

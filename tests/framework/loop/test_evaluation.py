@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from logged import numbers
 from models import silent_trainer
 from ranks import run_on_ranks
+from small_fits import Tiny, capturing, loader as rows, quiet_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset
 from torchmetrics import Accuracy
 
 from phalanx import Callback, Trainer, TrainModule
@@ -90,30 +92,28 @@ def loaders_of(kind: str, count: int) -> Any:
     return list(zip(x.split(4), y.split(4), strict=True))
 
 
-def evaluated(ranks: int, stage: str, kind: str, count: int, settings: dict[str, Any]) -> Any:
+def evaluated(ranks: int, stage: str, kind: str, count: int) -> Any:
     """Return the results, all metrics, and the samples seen."""
     module = Classifier()
-    trainer = silent_trainer(devices=ranks, **settings)
+    trainer = silent_trainer(devices=ranks)
     results = getattr(trainer, stage)(module, loaders_of(kind, count), verbose=False)
     return results, numbers(trainer.callback_metrics), numbers(trainer.logged_metrics), module.seen
-
-
-STAGES = [*(("validate", kind) for kind in ("map", "stream", "several", "plain iterable")), ("test", "map")]
 
 
 @pytest.mark.parametrize(
     ("ranks", "count", "stage", "kind"),
     [
-        *((ranks, count, *stage) for ranks, count in ((2, 5), (3, 1), (3, 7), (3, 22)) for stage in STAGES),
+        *((3, count, "validate", kind) for count in (1, 7) for kind in ("map", "stream", "several", "plain iterable")),
+        (2, 5, "test", "map"),
         # The rounding of long sums.
         (2, 1797, "validate", "map"),
         (3, 1797, "validate", "stream"),
     ],
 )
 def test_metrics_are_exactly_those_of_one_process(stage: str, ranks: int, kind: str, count: int) -> None:
-    expected = evaluated(1, stage, kind, count, {})
+    expected = evaluated(1, stage, kind, count)
     assert expected[1]
-    found = run_on_ranks(ranks, evaluated, ranks, stage, kind, count, {})
+    found = run_on_ranks(ranks, evaluated, ranks, stage, kind, count)
     for results, callback, logged, _ in found:
         assert results == expected[0]
         assert callback == expected[1]
@@ -122,7 +122,7 @@ def test_metrics_are_exactly_those_of_one_process(stage: str, ranks: int, kind: 
 
 
 def test_metrics_of_one_process_are_right() -> None:
-    (results,), *_ = evaluated(1, "validate", "map", 22, {})
+    (results,), *_ = evaluated(1, "validate", "map", 22)
     module = Classifier().eval()
     x, y = samples(22)
     with torch.no_grad():
@@ -133,18 +133,6 @@ def test_metrics_of_one_process_are_right() -> None:
     assert results["by_hand"] == results["accuracy"] == torch.tensor(right / 22).item()
 
 
-@pytest.mark.parametrize(
-    ("kind", "limit"),
-    [("map", 0.5), *((kind, limit) for kind in ("map", "stream", "several") for limit in (1, 2, 5))],
-)
-def test_limits_count_as_in_one_process(kind: str, limit: float) -> None:
-    settings = {"limit_val_batches": limit}
-    expected = evaluated(1, "validate", kind, 22, settings)
-    for results, callback, *_ in run_on_ranks(3, evaluated, 3, "validate", kind, 22, settings):
-        assert results == expected[0]
-        assert callback == expected[1]
-
-
 def fitted(ranks: int, count: int) -> Any:
     module = Classifier()
     trainer = silent_trainer(devices=ranks, max_epochs=2, val_check_interval=2, log_every_n_steps=1)
@@ -152,9 +140,8 @@ def fitted(ranks: int, count: int) -> Any:
     return numbers(trainer.callback_metrics), module.training
 
 
-@pytest.mark.parametrize("count", [1, 7])
-def test_validation_within_a_fit_leaves_all_ranks_with_the_same_metrics(count: int) -> None:
-    found = run_on_ranks(3, fitted, 3, count)
+def test_validation_within_a_fit_leaves_all_ranks_with_the_same_metrics() -> None:
+    found = run_on_ranks(3, fitted, 3, 1)
     for metrics, training in found:
         # The value of a step is a rank's own.
         assert {k: v for k, v in metrics.items() if k != "train_loss_step"} == {
@@ -318,25 +305,96 @@ def test_step_values_of_an_evaluation_are_sent_to_the_loggers(tmp_path: Any) -> 
     assert [row["each_epoch"] for _, row in logger.rows if "each_epoch" in row] == [1.0, 1.0]
 
 
-class EpochEnd(Classifier):
-    """Computes at the epoch's end from what it has gathered and from what was logged."""
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("again", self.trainer.callback_metrics["loss"] * 2)
-        self.accuracy.reset()
+# ---- arguments of steps and hooks, and loaders without batches -------------------------------------------------------
 
 
-def epoch_end(ranks: int, logs: bool, directory: str) -> list[Any]:
-    logger = Kept()
-    trainer = silent_trainer(devices=ranks, logger=logger if logs else False, default_root_dir=directory)
-    trainer.validate(EpochEnd(), batches(7), verbose=False)
-    metrics = numbers(trainer.callback_metrics)
-    whole = [row for _, row in logger.rows if {"again", "loss"} <= row.keys()]
-    return [metrics["again"] == 2 * metrics["loss"], len(logger.rows), len(whole)]
+class Forwarding(Tiny):
+    """Hands on whatever its steps and hooks are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[int] = []
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.given.append(len(args))
+        return super().validation_step(*args[:2], **kwargs)
+
+    def on_validation_batch_end(self, outputs: Any, *args: Any) -> None:
+        self.given.append(1 + len(args))
 
 
-def test_hooks_at_the_end_read_metrics_and_one_row_is_logged(tmp_path: Any) -> None:
-    assert epoch_end(1, True, str(tmp_path)) == [True, 1, 1]
-    first, *others = run_on_ranks(3, epoch_end, 3, True, str(tmp_path))
-    assert first == [True, 1, 1]
-    assert all(other[0] for other in others)
+class Watching(Callback):
+    """Notes how many arguments follow the module."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.given.append(len(args))
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_the_index_of_a_loader_is_given_to_any_arguments_only_where_there_are_several(
+    tmp_path: Path, loaders: int
+) -> None:
+    module, callback = Forwarding(), Watching()
+    data = rows(4) if loaders == 1 else [rows(4), rows(4)]
+    quiet_trainer(tmp_path, callback, max_epochs=1).validate(module, data)
+    assert module.given == [1 + loaders, 2 + loaders] * loaders
+    assert callback.given == [1 + loaders] * loaders
+
+
+class Nothing(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def notes_of_empty(root: str, kind: str, devices: int) -> list[str]:
+    """Return the notes of a fit of two epochs with one empty validation loader of two."""
+    empty = DataLoader(Nothing()) if kind == "iterable" else rows(0)
+    trainer = quiet_trainer(
+        Path(root),
+        [],
+        max_epochs=2,
+        devices=devices,
+        strategy="ddp" if devices > 1 else "single",
+        num_sanity_val_steps=2,
+    )
+    notes = capturing(trainer)
+    trainer.fit(Tiny({"metric": [1.0]}), rows(), [rows(4), empty])
+    return [note for note in notes if "has no batches" in note]
+
+
+@pytest.mark.parametrize("kind", ["iterable", "map"])
+def test_a_validation_loader_without_batches_is_reported_once(tmp_path: Path, kind: str) -> None:
+    (note,) = notes_of_empty(str(tmp_path), kind, 1)
+    assert note.startswith("val_dataloaders")
+    assert len(run_on_ranks(2, notes_of_empty, str(tmp_path), kind, 2)[0]) == 1
+
+
+def test_a_limit_of_zero_is_not_reported(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, [], max_epochs=1, limit_test_batches=0, limit_val_batches=0)
+    notes = capturing(trainer)
+    trainer.fit(Tiny(), rows(), rows(4))
+    assert not any("has no batches" in note for note in notes)
+
+
+def test_samplers_of_validation_loaders_are_given_the_epoch(tmp_path: Path) -> None:
+    class Recording(SequentialSampler):
+        def __init__(self, data: Any) -> None:
+            super().__init__(data)
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    data = rows(8).dataset
+    sampler = Recording(data)
+
+    class Silent(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert torch.is_tensor(batch[0])
+
+    trainer = quiet_trainer(tmp_path, [], max_epochs=3)
+    trainer.fit(Silent(), rows(), DataLoader(data, sampler=sampler))
+    assert sampler.epochs == [0, 1, 2]

@@ -123,10 +123,11 @@ def trained(ranks: int, arguments: dict[str, Any], precision: str = "32-true") -
     return weights_of(module.nets), trainer.global_step, module.steps
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("arguments", [{}, {"critic_every": 2}, {"clip": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "ranks"), [({"critic_every": 2}, 1), ({}, 2), ({"critic_every": 2}, 2), ({"clip": 0.01}, 2)], ids=str
+)
 def test_a_gan_trains_as_in_plain_torch(arguments: dict[str, Any], ranks: int) -> None:
-    results = [trained(1, arguments)] if ranks == 1 else run_on_ranks(2, trained, 2, arguments)
+    results = run_on_ranks(ranks, trained, ranks, arguments)
     for weights, steps, seen in results:
         torch.testing.assert_close(weights, by_hand(2, **arguments), rtol=1e-5, atol=1e-6)
         # A batch in which optimizers stepped is one step, however many they were.
@@ -134,10 +135,8 @@ def test_a_gan_trains_as_in_plain_torch(arguments: dict[str, Any], ranks: int) -
         assert seen == list(range(2 * BATCHES))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_gan_in_half_precision(ranks: int) -> None:
-    results = [trained(1, {}, "16-mixed")] if ranks == 1 else run_on_ranks(2, trained, 2, {}, "16-mixed")
-    for weights, steps, _ in results:
+def test_a_gan_in_half_precision() -> None:
+    for weights, steps, _ in run_on_ranks(2, trained, 2, {}, "16-mixed"):
         torch.testing.assert_close(weights, by_hand(2), rtol=2e-2, atol=2e-2)
         assert steps == 2 * BATCHES
 
@@ -177,13 +176,6 @@ def test_toggling_is_undone_where_the_step_raises() -> None:
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
-def test_max_steps_counts_batches_in_which_something_stepped() -> None:
-    module = Gan()
-    trainer = silent_trainer(devices=1, max_steps=4)
-    trainer.fit(module, data(BATCH))
-    assert trainer.global_step == len(module.steps) == 4
-
-
 # ---- strategies whose backward passes average gradients ------------------------------------------------------------
 
 
@@ -194,8 +186,9 @@ def sharded_gan(arguments: dict[str, Any], least: int) -> tuple[list[Tensor], in
     return [parameter.detach() for parameter in module.nets.parameters()], trainer.global_step
 
 
-@pytest.mark.parametrize("least", [1, 10**9], ids=["each layer", "no units"])
-@pytest.mark.parametrize("arguments", [{"toggles": False}, {"critic_every": 2, "clip": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "least"), [({"toggles": False}, 1), ({"critic_every": 2, "clip": 0.01}, 10**9)], ids=str
+)
 def test_a_sharded_gan_trains_as_in_plain_torch(arguments: dict[str, Any], least: int) -> None:
     expected = {name: value for name, value in arguments.items() if name != "toggles"}
     (weights, steps), _ = run_on_ranks(2, sharded_gan, arguments, least)
@@ -240,7 +233,7 @@ def accumulated(strategy: str, kind: type[Accumulating]) -> tuple[list[Tensor], 
     return [parameter.detach() for parameter in module.nets.generator.parameters()], trainer.global_step
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
 def test_accumulation_by_hand(strategy: str) -> None:
     nets = Networks()
     optimizer = torch.optim.SGD(nets.generator.parameters(), lr=0.1)

@@ -79,9 +79,8 @@ def predicted(ranks: int, form: str, kind: str, counts: list[int], settings: dic
     return plain(outputs)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 7, 22, 100])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (2, 22), (3, 5), (3, 100)])
 @pytest.mark.parametrize("kind", ["map", "stream"])
-@pytest.mark.parametrize("ranks", [2, 3])
 def test_predictions_are_in_dataset_order_on_all_ranks(ranks: int, kind: str, count: int) -> None:
     outputs = predicted(1, "tensor", kind, [count], {})
     assert [value for batch in outputs for value in batch] == [2.0 * number for number in range(count)]
@@ -98,7 +97,7 @@ def test_outputs_of_any_form(form: str) -> None:
         assert type(found[0][0]) is Pair
 
 
-@pytest.mark.parametrize("counts", [[5, 7], [1, 22, 2], [22, 1]])
+@pytest.mark.parametrize("counts", [[1, 22, 2], [22, 1]])
 def test_several_loaders_give_a_list_each(counts: list[int]) -> None:
     expected = predicted(1, "tensor", "map", counts, {})
     assert [sum(len(batch) for batch in outputs) for outputs in expected] == counts
@@ -106,7 +105,7 @@ def test_several_loaders_give_a_list_each(counts: list[int]) -> None:
     assert run_on_ranks(3, predicted, 3, "tensor", "map", counts, {}) == [expected] * 3
 
 
-@pytest.mark.parametrize("limit", [1, 3, 0.5])
+@pytest.mark.parametrize("limit", [3, 0.5])
 def test_limits_count_as_in_one_process(limit: float) -> None:
     settings = {"limit_predict_batches": limit}
     expected = predicted(1, "tensor", "map", [22], settings)

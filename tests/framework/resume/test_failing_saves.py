@@ -7,7 +7,7 @@ import resource
 import shutil
 import subprocess
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -31,7 +31,7 @@ BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["here", "behi
 class At(Callback):
     """Does something once an optimizer step is done, before checkpoints are saved."""
 
-    def __init__(self, actions: dict[int, Callable[[], object]]) -> None:
+    def __init__(self, actions: Mapping[int, Callable[[], object]]) -> None:
         self.actions = actions
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -86,8 +86,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", place], check=True)
 
 
-@BOTH
-def test_a_full_disk_costs_the_saves_that_fell_into_it(small_disk: Path, asynchronous: bool) -> None:
+def test_a_full_disk_costs_the_saves_that_fell_into_it(small_disk: Path) -> None:
     kept = small_disk / "kept"
     ballast = small_disk / "ballast"
 
@@ -95,7 +94,7 @@ def test_a_full_disk_costs_the_saves_that_fell_into_it(small_disk: Path, asynchr
         with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
             deque((file.write(bytes(4096)) for _ in count()), maxlen=0)
 
-    saver = every_step(kept, asynchronous=asynchronous, save_last=True)
+    saver = every_step(kept, asynchronous=True, save_last=True)
     # The run's own directory lies on the same disk.
     trainer = quiet_trainer(small_disk, [At({3: fill, 5: ballast.unlink}), saver], max_epochs=1)
     notes = capturing(trainer)
@@ -113,26 +112,23 @@ def test_a_full_disk_costs_the_saves_that_fell_into_it(small_disk: Path, asynchr
     assert checkpoint.open_checkpoint(kept / "last.ckpt").document["progress"]["global_step"] == 6
 
 
-@BOTH
-def test_a_limit_of_file_size_leaves_older_checkpoints_and_records(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_limit_of_file_size_leaves_older_checkpoints_and_records(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
 
-    saver = every_step(kept, asynchronous=asynchronous, save_top_k=1, keep_last=2)
+    saver = every_step(kept, save_top_k=1, keep_last=2)
     seen: list[dict[str, Any]] = []
-    note_state = {step: lambda: seen.append(saver.state_dict()) for step in (3, 4)}
-    actions: dict[int, Callable[[], object]] = {2: lambda: limit(100_000), **note_state}
-    trainer = quiet_trainer(tmp_path, [At(actions), saver], max_epochs=1)
-    notes = capturing(trainer)
 
     def lift() -> None:
         seen.append(saver.state_dict())
         limit(before[0])
 
-    actions[4] = lift
+    actions = {2: lambda: limit(100_000), 3: lambda: seen.append(saver.state_dict()), 4: lift}
+    trainer = quiet_trainer(tmp_path, [At(actions), saver], max_epochs=1)
+    notes = capturing(trainer)
     try:
         trainer.fit(Wide(), loader(16))
     finally:
@@ -145,10 +141,9 @@ def test_a_limit_of_file_size_leaves_older_checkpoints_and_records(tmp_path: Pat
     assert verified(kept) == ["step=1.ckpt", "step=4.ckpt"]
 
 
-@BOTH
-def test_a_directory_that_was_removed_is_made_again(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    saver = every_step(root / "kept", asynchronous=asynchronous, save_top_k=1, save_last=True)
+    saver = every_step(root / "kept", save_top_k=1, save_last=True)
     trainer = quiet_trainer(root, [At({3: lambda: remove_all(root)}), saver], max_epochs=1)
     trainer.fit(Tiny(), loader())
 
@@ -281,13 +276,12 @@ def test_after_an_error_no_rank_waits_for_others_in_a_save(tmp_path: Path) -> No
         )
 
 
-@pytest.mark.parametrize("weights", [float("nan"), float("inf")])
-def test_non_finite_weights_are_not_saved_asynchronously(tmp_path: Path, weights: float) -> None:
+def test_non_finite_weights_are_not_saved_asynchronously(tmp_path: Path) -> None:
     saver = every_step(tmp_path / "kept", asynchronous=True, save_top_k=1)
     module = Tiny()
 
     def spoil() -> None:
-        module.layer.weight.data[0, 0] = weights
+        module.layer.weight.data[0, 0] = float("inf")
 
     trainer = quiet_trainer(tmp_path, [At({4: spoil}), saver], max_epochs=1)
     notes = capturing(trainer)
@@ -300,24 +294,13 @@ def test_non_finite_weights_are_not_saved_asynchronously(tmp_path: Path, weights
 # ---- before the first step -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["file", "read_only"])
-def test_a_directory_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path, where: str) -> None:
-    place = tmp_path / where
-    if where == "file":
-        place.write_text("in the way")
-    else:
-        place.mkdir()
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", place], capture_output=True, check=False)
-        if mounted.returncode != 0:
-            pytest.skip("only root may mount a disk that cannot be written")
+def test_a_directory_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_text("in the way")
     module = Tiny()
     before = module.layer.weight.clone()
-    try:
-        with refuses(StorageError, "kept'"):
-            quiet_trainer(tmp_path, ModelCheckpoint(place / "kept"), max_epochs=1).fit(module, loader())
-    finally:
-        if where == "read_only":
-            subprocess.run(["umount", place], check=True)
+    with refuses(StorageError, "kept'"):
+        quiet_trainer(tmp_path, ModelCheckpoint(place / "kept"), max_epochs=1).fit(module, loader())
     assert torch.equal(module.layer.weight, before)
 
 
@@ -389,16 +372,6 @@ def test_what_killed_saves_left_is_deleted_at_the_next_start(tmp_path: Path) -> 
     assert not (kept.parent / f".report.json.{TOKEN}.tmp").exists()
 
 
-def test_leftovers_in_runs_that_are_never_resumed_are_deleted_too(tmp_path: Path) -> None:
-    abandoned = tmp_path / "phalanx_logs" / "version_0"
-    abandoned.mkdir(parents=True)
-    (abandoned / f".run.id.{TOKEN}.tmp").write_text("half")
-    saver = ModelCheckpoint(save_last=True)
-    quiet_trainer(tmp_path, saver, max_epochs=1).fit(Tiny(), loader(), ckpt_path="auto")
-    assert "version_1" in str(saver.last_model_path)
-    assert not list(abandoned.glob(".run.id.*"))
-
-
 def test_in_a_shared_directory_only_what_is_dead_and_could_be_ours_is_deleted(tmp_path: Path) -> None:
     kept = tmp_path / "shared"
     dead = leftover(kept, "epoch=0-step=4.ckpt")
@@ -431,15 +404,12 @@ def test_a_save_holds_its_directory_until_it_is_over(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_gives_an_asynchronous_save_time_to_finish(tmp_path: Path) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     class Interrupting(Callback):
         runs_last = True
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == 2:
-                interrupt()
+                raise KeyboardInterrupt
 
     trainer = quiet_trainer(tmp_path, [every_step(tmp_path / "kept", asynchronous=True), Interrupting()])
     with pytest.raises(KeyboardInterrupt):

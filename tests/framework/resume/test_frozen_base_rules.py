@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import phalanx
 from phalanx import Callback, Trainer, TrainModule
 from phalanx.callbacks import BackboneFinetuning, ModelCheckpoint, OnExceptionCheckpoint
 from phalanx.framework.checkpoint.fingerprint import fingerprint, fingerprint_sum, fingerprint_text
-from phalanx.framework.checkpoint.manifest import dump, parse
 from phalanx.framework.checkpoint.write_plan import Shard
 from phalanx.framework.core.errors import CheckpointError
 
@@ -156,35 +154,6 @@ def test_another_dtype_of_the_base_is_refused(tmp_path: Path) -> None:
         trainer.fit(Tuned(), batches(), ckpt_path=tmp_path / "lean.ckpt")
 
 
-def test_the_same_base_is_loaded_for_training_evaluation_and_alone(tmp_path: Path) -> None:
-    path = tmp_path / "lean.ckpt"
-    module, trainer = fitted(path)
-    (expected,) = trainer.validate(module, batches(), verbose=False)
-    (found,) = silent_trainer(devices=1).validate(Tuned(), batches(), ckpt_path=path, verbose=False)
-    assert found == expected
-    loaded = Tuned.load_from_checkpoint(path)
-    assert all(torch.equal(one, module.state_dict()[name]) for name, one in loaded.state_dict().items())
-
-
-@pytest.mark.parametrize("word", ["auto", "last"])
-def test_a_run_continues_from_its_newest_checkpoint(word: str, tmp_path: Path) -> None:
-    def fit(steps: int, resume: str | None) -> Tuned:
-        module = Tuned()
-        saver = ModelCheckpoint(every_n_train_steps=2, save_last=True)
-        trainer = silent_trainer(
-            devices=1, max_steps=steps, callbacks=[saver], enable_checkpointing=None, default_root_dir=tmp_path
-        )
-        trainer.fit(module, batches(), ckpt_path=resume)
-        assert left_out(saver.last_model_path) == BASE
-        return module
-
-    fit(4, None)
-    continued = fit(6, word)
-    whole = Tuned()
-    silent_trainer(devices=1, max_steps=6).fit(whole, batches())
-    assert torch.equal(continued.head.weight, whole.head.weight)
-
-
 class Backbone(Tuned):
     """Has its base under the name that ``BackboneFinetuning`` expects."""
 
@@ -238,14 +207,6 @@ def test_a_difference_compares_fingerprints_with_values(tmp_path: Path) -> None:
     assert set(found.fingerprints) == BASE
     assert not found.equal
     assert set(found.values) == {"head.weight", "head.bias"}
-
-
-def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
-    fitted(tmp_path / "lean.ckpt")
-    data = (tmp_path / "lean.ckpt" / "manifest.json").read_bytes()
-    assert dump(parse(data)) == data
-    fields = json.loads(data)
-    assert set(fields["sections"]["model"]["base.0.weight"]) == {"dtype", "shape", "fingerprint"}
 
 
 # ---- fingerprints ----------------------------------------------------------------------------------------------------

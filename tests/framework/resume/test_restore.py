@@ -23,7 +23,7 @@ from phalanx.framework.checkpoint.manifest import MANIFEST
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import CheckpointError
 
-EVERYWHERE = ["single@1", "ddp@2", "fsdp@2", "zero2@2", "zero3@2"]
+EVERYWHERE = ["single@1", "fsdp@2", "zero2@2", "zero3@2"]
 
 
 class Scheduled(Regressor):
@@ -66,17 +66,17 @@ PROBLEMS = [
 
 def fit(module: Regressor, strategy: str, root: str, stop: int, **options: Any) -> Trainer:
     """Train up to a step; ``save`` and ``resume`` are paths."""
-    save, resume, callbacks = options.get("save"), options.get("resume"), options.get("callbacks", [])
     name, _, ranks = strategy.partition("@")
-    saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(save) if save else None)
     trainer = silent_trainer(
         strategy=strategy_named(name, root),
         devices=int(ranks),
         max_steps=stop,
-        callbacks=[*callbacks, saver],
+        callbacks=options.get("callbacks", []),
         default_root_dir=root,
     )
-    trainer.fit(module, loader(batch_size=4 // int(ranks)), ckpt_path=resume)
+    trainer.fit(module, loader(batch_size=4 // int(ranks)), ckpt_path=options.get("resume"))
+    if save := options.get("save"):
+        trainer.save_checkpoint(save)
     return trainer
 
 
@@ -183,7 +183,7 @@ def in_a_folder_of_its_own(path: str, root: str) -> tuple[int, Path]:
     return rank, Path("saved.ckpt")
 
 
-@pytest.mark.parametrize("strategy", ["ddp@2", "fsdp@2", "zero3@2"])
+@pytest.mark.parametrize("strategy", ["ddp@2", "zero3@2"])
 def test_where_one_rank_cannot_read_all_raise(strategy: str, path: str, tmp_path: Path) -> None:
     for text in on(strategy, one_cannot_read, path, str(tmp_path)):
         assert "rank 1 of 2: " in text
@@ -301,7 +301,7 @@ def renamed(strategy: str, path: str | None, root: str, kind: type[Regressor]) -
     return module.losses
 
 
-@pytest.mark.parametrize("strategy", EVERYWHERE)
+@pytest.mark.parametrize("strategy", ["single@1", "fsdp@2", "zero3@2"])
 def test_renamed_modules_resume(strategy: str, path: str, tmp_path: Path) -> None:
     whole = on("single@1", renamed, None, str(tmp_path), Scheduled)[0]
     found = torch.tensor(on(strategy, renamed, path, str(tmp_path), Held)).mean(0)
@@ -349,18 +349,12 @@ class Wrapped(Scheduled):
             self.net = checkpoint_wrapper(self.net)  # type: ignore[assignment]
         elif self.wrapper == "compiled":
             self.net[0] = torch.compile(self.net[0], backend="eager")  # type: ignore[assignment]
-        elif self.wrapper == "parallel":
-            self.net = nn.DataParallel(self.net)  # type: ignore[assignment]
         else:
             self.net.compile(backend="eager")
 
 
 class Compiled(Wrapped):
     wrapper = "compiled"
-
-
-class Parallel(Wrapped):
-    wrapper = "parallel"
 
 
 class InPlace(Wrapped):
@@ -376,10 +370,9 @@ def unwrapped_names(strategy: str, path: str, root: str, kind: type[Regressor]) 
 @pytest.mark.parametrize(
     ("kind", "strategies"),
     [
-        (Wrapped, ["single@1", "fsdp@2", "zero2@2", "zero3@2"]),
-        (Compiled, ["single@1", "ddp@2", "zero2@2"]),
-        (Parallel, ["single@1", "ddp@2"]),
-        (InPlace, ["single@1", "ddp@2", "fsdp@2"]),
+        (Wrapped, ["single@1", "fsdp@2", "zero3@2"]),
+        (Compiled, ["ddp@2", "zero2@2"]),
+        (InPlace, ["single@1", "fsdp@2"]),
     ],
 )
 def test_names_of_wrappers_never_reach_a_checkpoint(
@@ -422,13 +415,13 @@ def join(trainer: Trainer, module: Regressor) -> None:
 def thawed(strategy: str, root: str, resume: str | None, save: str | None, stop: int) -> list[float]:
     name, _, ranks = strategy.partition("@")
     module = Thawing()
-    saver = LambdaCallback(
-        on_train_epoch_start=join, on_train_end=lambda trainer, _: trainer.save_checkpoint(save) if save else None
-    )
+    joining = LambdaCallback(on_train_epoch_start=join)
     trainer = silent_trainer(
-        strategy=name, devices=int(ranks), max_steps=stop, callbacks=[saver], default_root_dir=root
+        strategy=name, devices=int(ranks), max_steps=stop, callbacks=[joining], default_root_dir=root
     )
     trainer.fit(module, DataLoader(regression_data(16), batch_size=4 // int(ranks)), ckpt_path=resume)
+    if save:
+        trainer.save_checkpoint(save)
     return module.losses
 
 

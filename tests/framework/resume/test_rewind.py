@@ -163,9 +163,15 @@ def check(found: Any, expected: Any, exact: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"accumulate_grad_batches": 2}, {"global_batch_size": 4}, {"manual": True}, {"data": "stream"}]
+    ("failure", "arguments"),
+    [
+        ("later_samples", {}),
+        ("one_sample", {"accumulate_grad_batches": 2}),
+        ("later_samples", {"global_batch_size": 4}),
+        ("one_sample", {"manual": True}),
+        ("later_samples", {"data": "stream"}),
+    ],
 )
-@pytest.mark.parametrize("failure", ["one_sample", "later_samples"])
 def test_a_run_goes_back_as_by_hand(failure: str, arguments: dict[str, Any], tmp_path: Path) -> None:
     window = 4 if {"accumulate_grad_batches", "global_batch_size"} & arguments.keys() else 2
     # Several micro-batches of a window are one batch by hand, and their mean is rounded differently.
@@ -181,7 +187,7 @@ def test_at_most_so_many_steps_are_left_out_at_once(tmp_path: Path) -> None:
     check(trained(str(tmp_path), "one_sample", most=2), expected, exact=True)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_ranks_go_back_together(strategy: str, tmp_path: Path) -> None:
     expected = by_hand("one_sample", 4)
     for found in run_on_ranks(2, trained_on_ranks, str(tmp_path), strategy):

@@ -1,8 +1,9 @@
-"""``trainer.save_checkpoint`` after ``fit``: a run resumed from it is the run that never stopped."""
+"""``trainer.save_checkpoint`` after ``fit`` and behind it: a run resumed from it is the run that never stopped."""
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -18,10 +19,9 @@ from torch import Tensor, nn
 
 from phalanx import Trainer
 from phalanx.callbacks import LambdaCallback, WeightAveraging
+from phalanx.checkpoint import verify
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import ConfigurationError
-
-STRATEGIES = ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 
 
 class Trained(Regressor):
@@ -96,19 +96,23 @@ EPOCHS = {"max_epochs": 2}, {"max_epochs": 3}
 STEPS = {"max_steps": 7}, {"max_steps": 11}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_fit_resumed_with_a_higher_limit_on_two_ranks(tmp_path: Path, strategy: str) -> None:
-    run_on_ranks(2, longer, strategy, 2, EPOCHS, "32-true", str(tmp_path))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
-def test_a_fit_that_ended_within_an_epoch(tmp_path: Path, strategy: str) -> None:
-    run_on_ranks(2, longer, strategy, 2, STEPS, "bf16-true", str(tmp_path))
-
-
-@pytest.mark.parametrize("limits", [EPOCHS, STEPS], ids=["epochs", "steps"])
-def test_a_fit_of_one_process(tmp_path: Path, limits: tuple[dict[str, int], dict[str, int]]) -> None:
-    longer("auto", 1, limits, "16-mixed", str(tmp_path))
+@pytest.mark.parametrize(
+    ("strategy", "limits", "precision"),
+    [
+        ("auto", EPOCHS, "16-mixed"),
+        ("auto", STEPS, "16-mixed"),
+        ("ddp", EPOCHS, "32-true"),
+        ("fsdp", STEPS, "bf16-true"),
+        ("hsdp", EPOCHS, "32-true"),
+        ("zero2", EPOCHS, "32-true"),
+        ("zero3", STEPS, "bf16-true"),
+    ],
+)
+def test_a_fit_resumed_with_a_higher_limit(
+    tmp_path: Path, strategy: str, limits: tuple[dict[str, int], dict[str, int]], precision: str
+) -> None:
+    ranks = 1 if strategy == "auto" else 2
+    run_on_ranks(ranks, longer, strategy, ranks, limits, precision, str(tmp_path))
 
 
 def test_the_last_checkpoint_of_a_fit_that_ended_within_an_epoch(tmp_path: Path) -> None:
@@ -192,3 +196,42 @@ def test_a_fit_in_forked_ranks(tmp_path: Path) -> None:
     trainer = silent_trainer(devices=2, max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(Trained(), loader(8))
     refused(trainer, tmp_path / "x.ckpt", "ranks")
+
+
+# ---- behind the training ---------------------------------------------------------------------------------------------
+
+
+def save_both(trainer: Trainer, *_: Any) -> None:
+    """Save at step 3 behind the training, and at the same step here."""
+    if trainer.global_step == 3:
+        trainer.save_checkpoint("here.ckpt")
+        trainer.save_checkpoint("behind.ckpt", asynchronous=True)
+
+
+def fit_and_resume(strategy: str, ranks: int, root: Path) -> tuple[list[float], list[float], list[float]]:
+    """Return the losses after step 3: of a run that saves behind its training, and of those resumed from both saves."""
+    os.chdir(root)
+    settings: dict[str, Any] = {"strategy": strategy, "devices": ranks, "max_epochs": 1, "default_root_dir": root}
+    whole = Regressor(dropout=0.1)
+    silent_trainer(**settings, callbacks=[LambdaCallback(on_train_batch_end=save_both)]).fit(whole, loader(48))
+    resumed = []
+    for name in ("behind.ckpt", "here.ckpt"):
+        module = Regressor(dropout=0.1)
+        silent_trainer(**settings).fit(module, loader(48), ckpt_path=root / name)
+        resumed.append(module.losses)
+    return whole.losses[3:], resumed[0], resumed[1]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2), ("zero3", 2)])
+def test_a_run_resumed_from_an_asynchronous_save_equals_the_uninterrupted_run(
+    tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    for whole, behind, here in run_on_ranks(ranks, fit_and_resume, strategy, ranks, tmp_path, timeout=120.0):
+        assert whole == behind == here
+        assert len(whole) == 12 // ranks - 3
+    saved = [content(str(tmp_path / name)) for name in ("behind.ckpt", "here.ckpt")]
+    for each in saved:
+        # It tells when and as what a checkpoint was saved.
+        del each["document"]["state"]
+    assert equal(*saved)
+    assert verify(tmp_path / "behind.ckpt") == []

@@ -201,10 +201,9 @@ def test_snapshots_that_nothing_would_use_are_noted(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_killed_ranks_are_restarted_from_memory(tmp_path: Path, strategy: str) -> None:
-    ranks = 1 if strategy == "single" else 2
-    tally: Tally = run_trials(tmp_path, strategy, ranks, "1", trials=3, kills=2, seed=1)
+    tally: Tally = run_trials(tmp_path, strategy, 2, "1", trials=2, kills=2, seed=1)
     assert tally.problems == []
-    assert tally.identical == tally.trials == 3
+    assert tally.identical == tally.trials == tally.deleted == 2
     assert max(tally.again) <= 1
