@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import random
 import shutil
+import socket
+import tarfile
 import unicodedata
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bit_flips
 import pytest
 import torch
 from hostile import (
@@ -42,6 +45,7 @@ from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.distributed.world import World
 
 MODEL = "model-00000.safetensors"
+MANY = 12_000
 MAX_BYTES = 400 << 20
 # A hang, or work that grows with the square of what is listed, is a failure.
 pytestmark = pytest.mark.timeout(60)
@@ -59,6 +63,28 @@ class Evil:
 
 def pickled(path: Path) -> bytes:
     return pickle.dumps(Evil(path.parent / "executed"))
+
+
+def saved_by_torch(path: Path) -> bytes:
+    memory = io.BytesIO()
+    torch.save({"weight": torch.ones(3), "evil": Evil(path.parent / "executed")}, memory)
+    return memory.getvalue()
+
+
+def zipped(path: Path) -> bytes:
+    memory = io.BytesIO()
+    with zipfile.ZipFile(memory, "w") as archive:
+        archive.writestr("../../escaped", "x" * 1000)
+    return memory.getvalue()
+
+
+def tarred(path: Path) -> bytes:
+    memory = io.BytesIO()
+    with tarfile.open(fileobj=memory, mode="w") as archive:
+        link = tarfile.TarInfo("../escaped")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    return memory.getvalue()
 
 
 def in_place_of(name: str, data: Callable[[Path], bytes]) -> Callable[[Path], object]:
@@ -81,6 +107,17 @@ def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], obje
     return attack
 
 
+def bind(path: Path) -> None:
+    """Make a socket with a name of any length."""
+    with socket.socket(socket.AF_UNIX) as server:
+        here = Path.cwd()
+        os.chdir(path.parent)
+        try:
+            server.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
 def sparse(path: Path, size: int, start: bytes) -> None:
     """Make a file that says it is huge and takes no room."""
     with path.open("wb") as file:
@@ -100,6 +137,19 @@ def claimed(shape: list[int], size: int) -> Callable[[Fields], object]:
         assert moved
 
     return change
+
+
+def entangled(fields: Fields) -> None:
+    """Parts that each touch all others' rows and columns, in files that are not there."""
+    record = fields["sections"]["model"]["weight"]
+    record["shape"] = [1, 1, MANY]
+    parts = []
+    for index in range(MANY):
+        name = f"model-{index:05d}.safetensors"
+        start = 2 * (index // 2) if index % 7 else max(0, 2 * (index // 2) - 1)
+        parts.append({**record["parts"][0], "file": name, "offsets": [0, 0, start], "shape": [1, 1, 1], "start": 8})
+        fields["files"].setdefault(name, {**fields["files"][MODEL], "size": 12, "header_size": 8})
+    record["parts"] = parts
 
 
 def overlapping(fields: Fields) -> None:
@@ -203,7 +253,7 @@ CHANGES: dict[str, Callable[[Fields], object]] = {
     "rank documents": lambda fields: fields.update(rank_documents={}),
     "renamed": lambda fields: fields["sections"]["model"].update(other=fields["sections"]["model"].pop("bias")),
 }
-FILES = ["../../outside/" + MODEL, "/etc/passwd", "", "a\0b", "..", 3]
+FILES = ["../../outside/" + MODEL, "/etc/passwd", MODEL + "/..", "", "a\0b", ".", "..", 3]
 TEXTS = {
     "empty": "{}",
     "duplicate": '{"version": 1, "version": 1}',
@@ -215,10 +265,15 @@ TEXTS = {
 ATTACKS: dict[str, Callable[[Path], object]] = {
     "a pickle for a tensor file": in_place_of(MODEL, pickled),
     "a pickle for the manifest": in_place_of("manifest.json", pickled),
+    "what torch.save writes": in_place_of(MODEL, saved_by_torch),
+    "a zip archive": in_place_of(MODEL, zipped),
+    "a tar archive for the manifest": in_place_of("manifest.json", tarred),
     "a link to a device": link_to(MODEL, "/dev/zero"),
+    "a link to itself": link_to(MODEL, MODEL),
     "a link to a good file": link_to(MODEL, "../../outside/" + MODEL),
     "a manifest that is a link": link_to("manifest.json", "../../outside/manifest.json"),
     "a directory": replaced(MODEL, Path.mkdir),
+    "a socket": replaced(MODEL, bind),
     "a pipe": replaced("manifest.json", lambda path: os.mkfifo(path)),
     "a pipe for a tensor file": replaced(MODEL, lambda path: os.mkfifo(path)),
     "a sparse manifest": lambda path: sparse(path / "manifest.json", 1 << 42, b"{"),
@@ -336,13 +391,19 @@ def test_a_tensor_larger_than_memory_is_refused_by_who_would_load_it(tmp_path: P
     assert peak_memory() - held < MAX_BYTES
 
 
+def test_parts_for_each_element_take_no_longer_than_their_list(tmp_path: Path) -> None:
+    path = good(tmp_path / "a.ckpt")
+    rewrite(path, entangled)
+    assert "overlap" in checkpoint.verify(path)[0]
+
+
 def test_the_good_one_is_taken_by_every_reader(tmp_path: Path) -> None:
     path = good(tmp_path / "a.ckpt")
     assert checkpoint.verify(path) == []
     assert accepting(path) == set(READERS)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_mutated_manifests_raise_nothing_but_checkpoint_errors(tmp_path: Path, seed: int) -> None:
     path, generator = good(tmp_path / "a.ckpt"), random.Random(seed)
     fields = json.loads((path / "manifest.json").read_text())
@@ -357,12 +418,6 @@ def test_mutated_manifests_raise_nothing_but_checkpoint_errors(tmp_path: Path, s
         refused += bool(problems)
     assert refused > 100
     assert peak_memory() - held < MAX_BYTES
-
-
-def test_no_flipped_bit_of_what_two_ranks_wrote_is_accepted(tmp_path: Path) -> None:
-    flips_by_file, taken = bit_flips.flip(bit_flips.saved(tmp_path), 150, seed=1)
-    assert taken == []
-    assert len(flips_by_file) >= 5
 
 
 def test_mutated_headers_raise_nothing_but_checkpoint_errors(tmp_path: Path) -> None:
@@ -425,6 +480,23 @@ def test_the_command_prints_no_character_that_acts(tmp_path: Path, capsys: pytes
     acting = {char for char in shown.out + shown.err if unicodedata.category(char) in ("Cc", "Cf", "Cs")}
     assert acting <= {"\n"}
     assert len(shown.err.splitlines()) == 1
+
+
+# ---- what is deleted ----------------------------------------------------------------------------------------------
+
+
+def test_deleting_follows_no_link(tmp_path: Path) -> None:
+    path, precious = good(tmp_path / "run" / "a.ckpt"), tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis").write_text("mine")
+    (path / "model-00001.safetensors").symlink_to(precious)
+    (path / "model-00002.safetensors").symlink_to(precious / "thesis")
+    (tmp_path / "run" / f".a.ckpt.{'0' * 16}.tmp").symlink_to(precious)
+
+    checkpoint.clean_leftovers(tmp_path / "run")
+    checkpoint.remove(path)
+    assert not path.exists()
+    assert (precious / "thesis").read_text() == "mine"
 
 
 # ---- time ---------------------------------------------------------------------------------------------------------
