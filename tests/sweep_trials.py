@@ -75,11 +75,11 @@ if __name__ == "__main__":
 """A script whose fit takes ``lr`` and ``width``; a width of 13 fails."""
 
 
-def command(trials: int, ranks: int, *more: str) -> list[str]:
-    """Return the command of the sweep."""
+def sweep_arguments(trials: int, ranks: int, *more: str) -> list[str]:
+    """Return the arguments of ``phalanx sweep``."""
     search = ["--search", "lr=log:1e-5:1e-1 width=4,8,16"]
     options = ["--metric", "val_loss", "--trials", str(trials), "--ranks", str(ranks), "--prune", "median"]
-    return [sys.executable, "-m", "phalanx", "sweep", "train.py", *search, *options, "--out", "sweep", "--json", *more]
+    return ["train.py", *search, *options, "--out", "sweep", "--json", *more]
 
 
 def sweep(folder: Path, given: list[str], kills: list[float], timeout: float) -> dict[str, Any]:
@@ -117,7 +117,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    given = command(options.trials, options.ranks, "--", "--pause", "0.02")
+    arguments = sweep_arguments(options.trials, options.ranks, "--", "--pause", "0.02")
+    given = [sys.executable, "-m", "phalanx", "sweep", *arguments]
     with tempfile.TemporaryDirectory() as root:
         began = time.monotonic()
         whole = sweep(Path(root, "whole"), given, [], 3600.0)

@@ -12,20 +12,15 @@ import struct
 import subprocess
 import sys
 import termios
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ranks import end_session, read_terminal, run_command, run_script
+import phalanx_program
+from ranks import end_session, read_terminal, run_command, run_script, wait_until, warm_python
 
-_WARM = """
-import os, sys
-from phalanx.cli.main import main
-
-if __name__ == "__main__":
-    os.chdir(sys.argv[1])
-    sys.exit(main(sys.argv[2:]))
-"""
+PHALANX = Path(phalanx_program.__file__)
+"""The script of the command."""
 
 
 def command(*arguments: Any, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -34,8 +29,8 @@ def command(*arguments: Any, cwd: Path, env: dict[str, str] | None = None) -> su
 
 
 def warm_command(*arguments: Any, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own that has torch imported; it starts no ranks as scripts."""
-    return run_script(_WARM, str(cwd), *map(str, arguments), env=env)
+    """Run the command in a process of its own that has torch imported."""
+    return run_script(PHALANX, *map(str, arguments), env=env, cwd=cwd)
 
 
 def answer(*arguments: Any, cwd: Path) -> Any:
@@ -46,35 +41,41 @@ def answer(*arguments: Any, cwd: Path) -> Any:
 
 
 class Terminal:
-    """A command in a terminal of 80 columns."""
+    """A command in a terminal of 80 columns.
 
-    def __init__(self, arguments: list[str], cwd: Path, env: dict[str, str] | None = None) -> None:
-        self.mine, inside = pty.openpty()
-        fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.modes = termios.tcgetattr(inside)
+    Args:
+        arguments: those of the command.
+        cwd: its folder.
+        env: what is added to the environment.
+        is_new: whether it runs in a new interpreter, and reads from the terminal; else it has torch imported.
+    """
+
+    def __init__(
+        self, arguments: list[str], cwd: Path, env: dict[str, str] | None = None, is_new: bool = False
+    ) -> None:
+        self.mine, self.inside = pty.openpty()
+        fcntl.ioctl(self.inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.modes = termios.tcgetattr(self.inside)
         known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx", *arguments], stdin=inside, stdout=inside, stderr=inside, cwd=cwd,
-            env={**known, "TERM": "xterm", **(env or {})}, start_new_session=True,
-        )  # fmt: skip
-        self.inside = inside
+        variables = {**known, "TERM": "xterm", **(env or {})}
+        self.process: subprocess.Popen[Any]
+        if is_new:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "phalanx", *arguments], stdin=self.inside, stdout=self.inside,
+                stderr=self.inside, cwd=cwd, env=variables, start_new_session=True,
+            )  # fmt: skip
+        else:
+            self.process = warm_python().start(PHALANX, arguments, cwd, variables, self.inside)
 
     def read_until(self, text: str) -> str:
         """Return what is shown up to a text."""
-        shown, until = "", time.monotonic() + 60.0
-        while text not in shown:
-            assert time.monotonic() < until, shown
-            shown += self._read(0.5)
-        return shown
+        return self._read_while_waiting(lambda shown: text in shown, 60.0)
 
     def end(self, exit_code: int = 0, seconds: float = 60.0) -> str:
         """Return what is shown, once the command has ended."""
-        shown, until = "", time.monotonic() + seconds
         try:
             # A terminal holds a few pages; a command that fills it would wait.
-            while self.process.poll() is None:
-                assert time.monotonic() < until, shown
-                shown += self._read(0.05)
+            shown = self._read_while_waiting(lambda shown: self.process.poll() is not None, seconds)
         finally:
             end_session(self.process.pid)
             self.process.wait()
@@ -82,6 +83,21 @@ class Terminal:
         os.close(self.inside)
         shown += read_terminal(self.mine)
         assert self.process.returncode == exit_code, shown
+        return shown
+
+    def _read_while_waiting(self, is_over: Callable[[str], bool], seconds: float) -> str:
+        """Return what is shown until a condition on it holds. A busy machine extends the limit on time."""
+        shown = ""
+
+        def has_come() -> bool:
+            nonlocal shown
+            shown += self._read(0.05)
+            return is_over(shown)
+
+        try:
+            wait_until(has_come, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the terminal shows:\n{shown}") from None
         return shown
 
     def _read(self, seconds: float) -> str:

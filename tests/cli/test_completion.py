@@ -65,12 +65,6 @@ def test_scripts_of_other_shells(shell: str, start: str, tmp_path: Path) -> None
     assert "selftest" in done.stdout
 
 
-def test_an_unknown_shell_is_answered_in_one_line(tmp_path: Path) -> None:
-    done = command("completion", "bsh", cwd=tmp_path)
-    assert (done.returncode, len(done.stdout.splitlines())) == (78, 1)
-    assert "'bsh' is not a known SHELL. Did you mean 'bash'?" in done.stdout
-
-
 def test_files_that_the_help_leaves_out_are_completed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,78 +11,48 @@ import torch
 from called_command import CalledCommand
 from models import SILENT
 from ranks import run_on_ranks
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from recorded_samples import Recorder, Window, recorded
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from phalanx import AccumulationSchedule, Trainer, TrainModule
-from phalanx.callbacks import ModelCheckpoint
+from phalanx import AccumulationSchedule, Trainer
 
-SAMPLES, POISONED = 27, 11
-
-
-class Recorder(TrainModule):
-    """Records the samples of each step. The loss of one sample is not finite."""
-
-    def __init__(self, poisoned: int = -1) -> None:
-        super().__init__()
-        self.net, self.poisoned = nn.Linear(1, 1), poisoned
-        self.windows: list[tuple[int, int, list[int]]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x,) = batch
-        assert self.trainer is not None
-        self.windows.append((self.trainer.progress.steps_reached, self.trainer.global_step, x[:, 0].long().tolist()))
-        loss = self.net(x / SAMPLES).square().mean()
-        poisoned: Tensor = loss * math.nan
-        return poisoned if self.poisoned in x else loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+SAMPLES = 27
 
 
 def trained(root: str, ckpt_path: str | None, arguments: dict[str, Any], **options: Any) -> Any:
-    """Return the samples by attempted window and step, the steps, and the path of the run."""
-    module = Recorder(POISONED if arguments.get("nonfinite") == "skip" else -1)
-    saves = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)
-    trainer = Trainer(
-        **{**SILENT, "logger": "csv", "enable_checkpointing": True, "callbacks": [saves], "max_epochs": 3, **arguments},
-        default_root_dir=root,
-    )
-    data = TensorDataset(torch.arange(SAMPLES).float()[:, None])
-    trainer.fit(module, DataLoader(data, 2, **options), ckpt_path=ckpt_path)
+    """Return the windows, the number of steps, and the path of the run."""
+    module, trainer = recorded(root, ckpt_path, SAMPLES, 3, {"max_epochs": 3, **arguments}, **options)
     return module.windows, trainer.global_step, str(trainer.run_dir)
 
 
-def checked(command: CalledCommand, run: str, ranks: list[list[tuple[int, int, list[int]]]], steps: range) -> None:
+def checked(command: CalledCommand, run: str, ranks: list[list[Window]], steps: range) -> None:
     for step in steps:
         expected: dict[int, list[list[int]]] = {}
         for rank, windows in enumerate(ranks):
-            for attempt, at, samples in windows:
-                if at == step:
-                    expected.setdefault(attempt, [[] for _ in ranks])[rank] += samples
+            for each in windows:
+                if each.step == step:
+                    expected.setdefault(each.attempt, [[] for _ in ranks])[rank] += each.samples
         found = json.loads(command(run, "--step", step, "--json").out)["windows"]
         assert [[each["indices"] for each in window["ranks"]] for window in found] == list(expected.values())
         assert [window["applied"] for window in found] == [False] * (len(found) - 1) + [True]
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("ranks", "arguments"),
     [
-        {},
-        {"accumulate_grad_batches": {0: 1, 1: 3}},
-        {"nonfinite": "skip", "accumulate_grad_batches": 2},
-        {"limit_train_batches": 5},
-        {"global_batch_size": 5},
-        {"accumulate_grad_batches": AccumulationSchedule.cycle([1, 2])},
+        (1, {}),
+        (2, {"accumulate_grad_batches": {0: 1, 1: 3}}),
+        (1, {"nonfinite": "skip", "accumulate_grad_batches": 2}),
+        (2, {"nonfinite": "skip", "accumulate_grad_batches": 2}),
+        (2, {"limit_train_batches": 5}),
+        (2, {"global_batch_size": 5}),
+        (1, {"accumulate_grad_batches": AccumulationSchedule.cycle([1, 2])}),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_samples_of_each_step(
     ranks: int, arguments: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = run_on_ranks(ranks, shuffled, str(tmp_path), ranks, arguments) if ranks > 1 else [
-        shuffled(str(tmp_path), 1, arguments)
-    ]  # fmt: skip
+    results = run_on_ranks(ranks, shuffled, str(tmp_path), ranks, arguments)
     _, steps, run = results[0]
     checked(CalledCommand("data", capsys), run, [windows for windows, *_ in results], range(steps))
 
@@ -119,7 +88,7 @@ class Stream(IterableDataset[Any]):
 def test_what_only_the_program_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     *_, drawn = trained(str(tmp_path / "drawn"), None, {}, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
     trainer = Trainer(**{**SILENT, "logger": "csv", "max_epochs": 1}, default_root_dir=tmp_path / "stream")
-    trainer.fit(Recorder(), DataLoader(Stream(), 2))
+    trainer.fit(Recorder(SAMPLES), DataLoader(Stream(), 2))
     command = CalledCommand("data", capsys)
 
     (window,) = json.loads(command(drawn, "--step", 16, "--json").out)["windows"]

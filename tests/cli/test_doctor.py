@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-from command_terminal import warm_command
 from ranks import run_command
 
 from phalanx.cli.machine_checks import (
@@ -88,9 +87,3 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     assert names["two CPU ranks"]["good"], names["two CPU ranks"]
     assert found["provenance"]["versions"]["torch"] == names["torch"]["found"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_wrong_arguments(tmp_path: Path) -> None:
-    for arguments in (["nowhere"], ["--ranks", "0"]):
-        done = warm_command("doctor", *arguments, cwd=tmp_path)
-        assert (done.returncode, len(done.stdout.splitlines())) == (78, 1)

@@ -73,10 +73,7 @@ def test_the_checkpoints_of_a_run_are_evaluated_once_each(tmp_path: Path, capsys
     pair = _shown("compare", capsys, run, run)["metrics"]["eval/distance"]
     assert [(each["min"], each["last"]) for each in pair] == [(1.0, 3.0)] * 2
 
-
-def test_checkpoints_are_listed_by_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trained(tmp_path)
-    assert CalledCommand("eval", capsys)(*arguments(run)).code == 0
+    # Checkpoints are listed by a result.
     listing = CalledCommand("checkpoint", capsys)
     lines = listing("list", run, "--by", "eval/distance").out.splitlines()[1:]
     assert [line.split()[1] for line in lines] == ["2", "4", "6"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_terminal import Terminal, answer, command, shown_lines
+from hostile import good
 from made_runs import CONFIG, GONE, HOSTILE, ended, running, write_run
 from ranks import completed, run_command, run_script, started_script, wait_until
 
@@ -242,7 +243,7 @@ def test_a_run_that_trains(training: tuple[Path, subprocess.Popen[str]]) -> None
     assert answer("runs", cwd=root)["runs"][0]["state"] == "running"
     assert command("report", cwd=root).returncode == 0
     # Pressing q closes the view in a terminal, without ending the run. In a pipe, the view closes when the run ends.
-    view = Terminal(["top", "--interval", "0.1"], root)
+    view = Terminal(["top", "--interval", "0.1"], root, is_new=True)
     view.read_until("\x1b[?1049h")
     view.read_until("q ends the view")
     os.write(view.mine, b"q")
@@ -348,21 +349,25 @@ def test_wrong_names_are_answered_in_one_line(tmp_path: Path) -> None:
         assert expected in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["why"], ["runs"], ["report"], ["top", "--once"]], ids=" ".join)
-def test_no_command_imports_torch(arguments: list[str], tmp_path: Path) -> None:
-    write_run(tmp_path / "gpt/version_0", report=ended(0))
-    code = f"""import sys
-try:
-    from phalanx.cli.main import main
-    main({arguments!r})
-except SystemExit:
-    pass
-heavy = {{"torch", "numpy", "rich", "torchmetrics"}} & set(sys.modules)
-assert not heavy, heavy
-if {arguments!r} == ["--help"]:
-    assert "phalanx.framework.report.document" not in sys.modules
+LIGHT = """
+import contextlib, io, json, sys
+from phalanx.cli.main import main
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main(arguments) == 0, arguments
+    assert shown.getvalue()
+    heavy = {"torch", "numpy", "safetensors", "rich", "torchmetrics", "libcst", "asyncio", "multiprocessing"}
+    assert heavy.isdisjoint(sys.modules), (arguments, heavy & set(sys.modules))
 """
-    done = run_command([sys.executable, "-c", code], tmp_path)
+
+
+def test_commands_that_look_at_files_import_no_torch(tmp_path: Path) -> None:
+    write_run(tmp_path / "gpt/version_0", report=ended(0))
+    good(tmp_path / "a.ckpt")
+    commands = [["checkpoint", "inspect", "a.ckpt"], ["checkpoint", "verify", "a.ckpt"], ["checkpoint", "list", "."]]
+    commands += [[*each, "--json"] for each in commands]
+    commands += [["why"], ["runs"], ["report"], ["top", "--once"]]
+    done = run_command([sys.executable, "-c", LIGHT, json.dumps(commands)], tmp_path)
     assert done.returncode == 0, done.stdout
 
 

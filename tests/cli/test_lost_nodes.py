@@ -67,11 +67,11 @@ def address_of(node: subprocess.Popen[str]) -> str:
 
 
 def another_launcher(
-    first: subprocess.Popen[str], number: int, arguments: list[str]
+    first: subprocess.Popen[str], number: int, arguments: list[str], temporary: Path
 ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """Start another launcher of a run on two nodes with a spare, of which ``first`` is node 0."""
     options = ["-n", "1", "--nodes", "2", "--spares", "1", "--node-rank", str(number), "--rdzv", address_of(first)]
-    return started_script(LAUNCH, *options, *arguments)
+    return started_script(LAUNCH, *options, *arguments, env={"TMPDIR": str(temporary)})
 
 
 def again(*numbers: int) -> str:
@@ -87,12 +87,10 @@ def kill(node: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_spare_takes_the_place_of_a_lost_node_and_no_bit_changes(tmp_path: Path, strategy: str) -> None:
+def test_a_spare_takes_the_place_of_a_lost_node_and_no_bit_changes(tmp_path: Path) -> None:
     folder = tmp_path / "lost"
     folder.mkdir()
-    given = ["--spares", "1", *arguments(folder, strategy=strategy)]
-    with several_nodes(3, *given, nodes="2", temporary=tmp_path) as nodes:
+    with several_nodes(3, "--spares", "1", *arguments(folder), nodes="2", temporary=tmp_path) as nodes:
         wait_until(lambda: has_saved(folder, 8), seconds=90.0)
         kill(nodes[1])
         codes, printed = outcome(nodes)
@@ -102,8 +100,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_no_bit_changes(tmp_path: Pat
     assert "phalanx: node 2 waits, and takes part in the run if another one is lost\n" in printed[2]
     assert re.search(GONE.format(1) + "\n" + again(0, 2), printed[0]), printed[0]
     assert re.search(again(0, 2), printed[2]), printed[2]
-    whole = undisturbed(tmp_path / "whole", 2, strategy=strategy)
-    torch.testing.assert_close(weights(folder), whole, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(weights(folder), undisturbed(tmp_path / "whole", 2), rtol=0.0, atol=0.0)
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -134,24 +131,10 @@ def test_nodes_have_the_state_of_a_lost_one_in_memory_unless_its_neighbour_is_lo
 
 
 @pytest.mark.timeout(240)
-def test_a_spare_that_is_lost_as_the_ranks_start_again_is_replaced_too(tmp_path: Path, rank_script: Path) -> None:
-    """And so is one whose launcher is started again."""
-    arguments = [str(rank_script), str(tmp_path), "wait", "-"]
-    with several_nodes(3, "--spares", "1", *arguments, nodes="2", temporary=tmp_path) as nodes:
-        wait_until(lambda: len(started(tmp_path)) == 2, seconds=90.0)
-        kill(nodes[1])
-        wait_until(lambda: "rank_1_1" in started(tmp_path), seconds=90.0)
-        with another_launcher(nodes[0], 1, arguments) as replacement:
-            kill(nodes[2])
-            wait_until(lambda: "rank_1_2" in started(tmp_path), seconds=90.0)
-            nodes[0].send_signal(signal.SIGTERM)
-            codes, printed = outcome([nodes[0], replacement])
-    assert codes == [75, 75], printed
-    assert re.search(GONE.format(2) + "\n" + again(0, 1), printed[0]), printed[0]
-
-
-@pytest.mark.timeout(240)
-def test_a_spare_that_has_not_come_yet_is_waited_for(tmp_path: Path, rank_script: Path) -> None:
+def test_a_spare_that_has_not_come_yet_is_waited_for_and_is_replaced_if_it_is_lost_too(
+    tmp_path: Path, rank_script: Path
+) -> None:
+    """It is lost as the ranks start again; the launcher of the first lost node, started again, takes its place."""
     arguments = [str(rank_script), str(tmp_path), "wait", "-"]
     with several_nodes(2, "--spares", "1", *arguments, nodes="2", temporary=tmp_path) as nodes:
         wait_until(lambda: len(started(tmp_path)) == 2, seconds=90.0)
@@ -159,12 +142,16 @@ def test_a_spare_that_has_not_come_yet_is_waited_for(tmp_path: Path, rank_script
         # The loss is seen after eight seconds.
         with contextlib.suppress(subprocess.TimeoutExpired):
             nodes[0].wait(11.0)
-        with another_launcher(nodes[0], 2, arguments) as spare:
+        with another_launcher(nodes[0], 2, arguments, tmp_path) as spare:
             wait_until(lambda: "rank_1_1" in started(tmp_path), seconds=90.0)
-            nodes[0].send_signal(signal.SIGTERM)
-            codes, printed = outcome([nodes[0], spare])
+            with another_launcher(nodes[0], 1, arguments, tmp_path) as replacement:
+                kill(spare)
+                wait_until(lambda: "rank_1_2" in started(tmp_path), seconds=90.0)
+                nodes[0].send_signal(signal.SIGTERM)
+                codes, printed = outcome([nodes[0], replacement])
     assert codes == [75, 75], printed
-    assert re.search(again(0, 2), printed[0]), printed[0]
+    assert re.search(GONE.format(1) + "(?s:.*)" + again(0, 2), printed[0]), printed[0]
+    assert re.search(GONE.format(2) + "\n" + again(0, 1), printed[0]), printed[0]
 
 
 @pytest.mark.timeout(240)

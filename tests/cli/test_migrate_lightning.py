@@ -43,44 +43,34 @@ def test_an_alias_of_the_package_gives_way_to_phalanx(line: str) -> None:
     assert_becomes(before, after)
 
 
-def test_names_that_are_imported_get_the_names_of_phalanx() -> None:
+def test_names_that_are_imported_get_the_names_of_phalanx_and_an_alias_stays() -> None:
     before = """
+    from lightning import Trainer as T
     from lightning.pytorch import (
         LightningModule,  # the model
         LightningDataModule,
     )
     from lightning.pytorch.callbacks.early_stopping import EarlyStopping
     from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger as Board
+    from lightning.pytorch.utilities import rank_zero_only
+    from lightning.fabric import Fabric
 
-    def plain(module: "LightningModule", data: LightningDataModule): ...
+    def plain(module: "LightningModule", data: LightningDataModule):
+        T(max_steps=3)
     """
     after = """
+    from phalanx import Trainer as T
     from phalanx import (
         TrainModule,  # the model
         DataModule,
     )
     from phalanx.callbacks import EarlyStopping
     from phalanx.loggers import CSVLogger, TensorBoardLogger as Board
+    from phalanx.compat.lightning.utilities import rank_zero_only
+    from phalanx import Fabric
 
-    def plain(module: "TrainModule", data: DataModule): ...
-    """
-    assert_becomes(before, after)
-
-
-def test_an_alias_of_a_name_stays() -> None:
-    before = """
-    from lightning import Trainer as T, LightningModule as Base
-
-    class Net(Base): ...
-
-    T(max_steps=3)
-    """
-    after = """
-    from phalanx import Trainer as T, TrainModule as Base
-
-    class Net(Base): ...
-
-    T(max_steps=3)
+    def plain(module: "TrainModule", data: DataModule):
+        T(max_steps=3)
     """
     assert_becomes(before, after)
 
@@ -107,18 +97,6 @@ def test_names_that_a_package_offers_to_others_stay() -> None:
     from phalanx import TrainModule as LightningModule, Trainer
     """
     assert_becomes(before, after, is_package_file=True)
-
-
-def test_what_has_no_name_in_phalanx_itself_comes_from_the_compatible_package() -> None:
-    before = """
-    from lightning.pytorch.utilities import rank_zero_only
-    from lightning.fabric import Fabric
-    """
-    after = """
-    from phalanx.compat.lightning.utilities import rank_zero_only
-    from phalanx import Fabric
-    """
-    assert_becomes(before, after)
 
 
 def test_imports_in_functions_and_conditions_are_rewritten_where_they_are() -> None:
@@ -197,17 +175,6 @@ def test_arguments_and_values_of_older_releases() -> None:
         ("max_epochs=1, amp_backend='native', weights_summary='top'", "max_epochs=1"),
         ("max_epochs=1, amp_backend='native', max_steps=2", "max_epochs=1, max_steps=2"),
         ("gpus=0, accelerator='cpu'", "accelerator='cpu'"),
-    ],
-)
-def test_an_argument_goes_with_its_comma(before: str, after: str) -> None:
-    assert_becomes(
-        f"from lightning import Trainer\n\nTrainer({before})\n", f"from phalanx import Trainer\n\nTrainer({after})\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
         # Without GPUs the older releases trained on the CPU of every machine; the default here is its GPU.
         ("gpus=0", 'accelerator="cpu"'),
         ("max_epochs=1, gpus=None", 'max_epochs=1, accelerator="cpu"'),
@@ -216,7 +183,9 @@ def test_an_argument_goes_with_its_comma(before: str, after: str) -> None:
         ("gpus=0, num_processes=4", 'accelerator="cpu", devices=4'),
     ],
 )
-def test_a_number_of_gpus_is_the_device_that_it_meant(before: str, after: str) -> None:
+def test_an_argument_goes_with_its_comma_and_a_number_of_gpus_is_the_device_that_it_meant(
+    before: str, after: str
+) -> None:
     assert_becomes(
         f"from lightning import Trainer\n\nTrainer({before})\n", f"from phalanx import Trainer\n\nTrainer({after})\n"
     )

@@ -9,46 +9,19 @@ from typing import Any
 import pytest
 import torch
 from called_command import CalledCommand
-from models import SILENT
 from ranks import run_on_ranks
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from recorded_samples import Recorder, recorded
+from torch import nn
 
-from phalanx import Trainer, TrainModule
-from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.system.run_directory import RunDirectory
 
 SAMPLES, EVERY = 20, 4
 
 
-class Recorder(TrainModule):
-    """Records the samples of each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(1, 1)
-        self.windows: list[tuple[int, int, list[int]]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x,) = batch
-        assert self.trainer is not None
-        self.windows.append((self.trainer.current_epoch, self.trainer.global_step, x[:, 0].long().tolist()))
-        loss: Tensor = (self.net(x / SAMPLES) - 1).square().mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
 def trained(root: str, ckpt_path: str | None, ranks: int = 1, **arguments: Any) -> Any:
     """Return the windows, the weights and the path of the run."""
-    torch.manual_seed(3)
-    module = Recorder()
-    arguments = {"max_epochs": 2, "devices": ranks, "enable_checkpointing": True, "logger": "csv", **arguments}
-    saves = ModelCheckpoint(every_n_train_steps=EVERY, save_top_k=-1)
-    trainer = Trainer(**{**SILENT, **arguments}, callbacks=[saves], default_root_dir=root)
-    data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), 2, shuffle=True)
-    trainer.fit(module, data, ckpt_path=ckpt_path)
+    given = {"max_epochs": 2, "devices": ranks, **arguments}
+    module, trainer = recorded(root, ckpt_path, SAMPLES, EVERY, given, shuffle=True)
     return module.windows, [float(each) for each in module.parameters()], str(trainer.run_dir)
 
 
@@ -62,14 +35,14 @@ def test_the_run_continues_without_the_steps(tmp_path: Path, capsys: pytest.Capt
     # In plain torch, from the state after 12 steps, with the other steps' samples in the order of the first run.
     again, weights, same = trained(str(tmp_path), "auto")
     assert same == run
-    kept = [samples for _, step, samples in windows if step >= 12 and step not in (13, 14, 17)]
-    assert [samples for _, _, samples in again] == kept
-    assert [step for _, step, _ in again] == list(range(12, 12 + len(kept)))
+    kept = [samples for _, _, step, samples in windows if step >= 12 and step not in (13, 14, 17)]
+    assert [each.samples for each in again] == kept
+    assert [each.step for each in again] == list(range(12, 12 + len(kept)))
     network = nn.Linear(1, 1)
     torch.manual_seed(3)
-    network.load_state_dict(Recorder().net.state_dict())
+    network.load_state_dict(Recorder(SAMPLES).net.state_dict())
     optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
-    for samples in [samples for _, step, samples in windows if step < 12] + kept:
+    for samples in [each.samples for each in windows if each.step < 12] + kept:
         optimizer.zero_grad()
         (network(torch.tensor(samples).float()[:, None] / SAMPLES) - 1).square().mean().backward()
         optimizer.step()
@@ -101,11 +74,11 @@ def test_another_number_of_ranks_leaves_out_the_same_samples(
 ) -> None:
     first = run_on_ranks(ranks, trained, str(tmp_path), None, ranks)
     steps = range(13, 15) if ranks == 1 else range(6, 8)
-    left_out = {each for windows, *_ in first for _, step, own in windows if step in steps for each in own}
+    left_out = {each for windows, *_ in first for window in windows if window.step in steps for each in window.samples}
     assert CalledCommand("rewind", capsys)(first[0][2], "--skip", f"{steps.start}:{steps.stop}").code == 0
 
     second = run_on_ranks(others, trained, str(tmp_path), "auto", others)
-    seen = [each for windows, *_ in second for epoch, _, own in windows if epoch == 1 for each in own]
+    seen = [each for windows, *_ in second for window in windows if window.epoch == 1 for each in window.samples]
     assert len(seen) == len(set(seen))
     assert not left_out & set(seen)
     # Windows of two ranks are twice as long, so that one may hold other samples too.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from called_command import CalledCommand
+from called_command import CalledCommand, start_programs_warm
+from command_terminal import PHALANX
 from messages import says
-from ranks import run_command
-from sweep_trials import PROGRAM, command, compared, sweep
+from ranks import run_script, started_script, wait_until
+from sweep_trials import PROGRAM, compared, sweep_arguments
 
 from phalanx.cli.search_space import grid, parse_search
 
@@ -21,62 +20,60 @@ SEARCH = ["--search", "lr=0.1,0.09", "--metric", "val_loss"]
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CalledCommand:
     monkeypatch.chdir(tmp_path)
+    start_programs_warm(monkeypatch)
     (tmp_path / "train.py").write_text(PROGRAM)
     return CalledCommand("sweep", capsys)
 
 
-def swept(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    done = run_command([sys.executable, "-m", "phalanx", "sweep", "train.py", *arguments], folder, timeout=200.0)
-    return done.returncode, json.loads(done.stdout) if done.stdout.startswith("{") else {"printed": done.stdout}
-
-
-def test_trials_on_two_ranks_are_pruned_or_fail_and_the_best_one_is_found(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    search = ["--search", "lr=0.1,0.0 width=8,13", "--metric", "val_loss", "--sampler", "grid"]
-    given = [*search, "--prune", "halving", "--ranks", "2", "--out", "out", "--json", "--", "--epochs", "3"]
-    code, found = swept(tmp_path, *given)
-    assert code == 0, found
-    states = [(each["parameters"], each["state"]) for each in found["trials"]]
-    assert states[1] == ({"lr": 0.1, "width": 13}, "failed")
-    assert "an unlucky width" in found["trials"][1]["reason"]
-    assert states[0] == ({"lr": 0.1, "width": 8}, "finished")
-    assert found["best"] == found["trials"][0]
-    assert found["best"]["command"] == "phalanx fit train.py --trainer.devices=2 -- --epochs 3 --lr=0.1 --width=8"
-    report = json.loads(Path(tmp_path, found["best"]["run"], "report.json").read_text())
+def test_trials_on_two_ranks_are_pruned_or_fail_and_the_best_one_is_found(
+    call: CalledCommand, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Successive halving keeps the better one of two trials at its first rung, epoch 1.
+    search = ["--search", "lr=0.1,0.1001,0.0 width=8,13", "--metric", "val_loss", "--sampler", "grid", "--trials", 5]
+    given = ["train.py", *search, "--prune", "halving", "--ranks", 2, "--out", "out", "--json", "--", "--epochs", 4]
+    done = call(*given)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    trials = found["trials"]
+    assert [each["state"] for each in trials] == ["finished", "failed", "finished", "failed", "pruned"]
+    assert trials[1]["parameters"] == {"lr": 0.1, "width": 13}
+    assert "an unlucky width" in trials[1]["reason"]
+    assert found["best"] == min(trials[0], trials[2], key=lambda each: each["value"])
+    values = " ".join(f"--{name}={value}" for name, value in found["best"]["parameters"].items())
+    assert found["best"]["command"] == f"phalanx fit train.py --trainer.devices=2 -- --epochs 4 {values}"
+    report = json.loads(Path(found["best"]["run"], "report.json").read_text())
     assert report["settings"]["resolved"]["world_size"] == 2
     assert found["best"]["value"] == min(report["curves"]["val_loss"]["value"])
     assert found["best"]["command"] in (tmp_path / "out" / "sweep.html").read_text()
 
+    # A pruned trial is a pruned run.
+    assert trials[4]["reason"].startswith("pruned: val_loss = ")
+    listed = json.loads(CalledCommand("runs", capsys)("--json").out)["runs"]
+    runs = {each["run"]: each["state"] for each in trials if each["run"] is not None}
+    assert {each["path"]: each["state"] for each in listed} == runs
+    assert len(runs) == 3
+    (pruned,) = [each for each in listed if each["state"] == "pruned"]
+    assert pruned["epochs"] < 4
+
     # The second time nothing is left to do.
-    assert swept(tmp_path, *given) == (code, found)
+    assert json.loads(call(*given).out) == found
 
 
-def test_a_pruned_trial_is_a_pruned_run(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    # Successive halving keeps the better one of two trials at its first rung, epoch 1.
-    search = ["--search", "lr=0.1,0.1001,0.0", "--metric", "val_loss", "--sampler", "grid", "--prune", "halving"]
-    code, found = swept(tmp_path, *search, "--json", "--", "--epochs", "4")
-    assert code == 0, found
-    assert [each["state"] for each in found["trials"]] == ["finished", "finished", "pruned"]
-    pruned = found["trials"][2]
-    assert pruned["reason"].startswith("pruned: val_loss = ")
-    listed = run_command([sys.executable, "-m", "phalanx", "runs", "--json"], tmp_path)
-    runs = {each["path"]: each for each in json.loads(listed.stdout)["runs"]}
-    assert {path: each["state"] for path, each in runs.items()} == {
-        each["run"]: each["state"] for each in found["trials"]
-    }
-    assert runs[pruned["run"]]["epochs"] < 4
-
-
-def test_a_killed_sweep_continues_and_finds_what_an_undisturbed_one_finds(tmp_path: Path) -> None:
-    given = command(3, 1, "--", "--pause", "0.05")
-    whole = sweep(tmp_path / "whole", given, [], 200.0)
-    killed = sweep(tmp_path / "killed", given, [7.0, 9.0], 200.0)
+def test_a_killed_sweep_continues_and_finds_what_an_undisturbed_one_finds(call: CalledCommand, tmp_path: Path) -> None:
+    given = sweep_arguments(2, 1, "--", "--pause", "0.05")
+    whole = json.loads(call(*given).out)
+    (folder := tmp_path / "killed").mkdir()
+    (folder / "train.py").write_text(PROGRAM)
+    # Its programs are new interpreters. The first trial continues from its checkpoint, the second one has none.
+    for moment in ("trial-0/version_0/checkpoints/*.ckpt", "trial-1"):
+        with started_script(PHALANX, "sweep", *given, cwd=folder):
+            wait_until(lambda: [*folder.glob(f"sweep/{moment}")], 90.0)  # noqa: B023
+    done = run_script(PHALANX, "sweep", *given, cwd=folder, timeout=200.0)
+    assert done.returncode == 0, done.stdout
+    killed = json.loads(done.stdout[done.stdout.index("{\n") :])
     assert compared(killed) == compared(whole)
     assert killed["best"]["parameters"] == whole["best"]["parameters"]
-    assert [len([*(tmp_path / "killed" / "sweep").glob(f"trial-{number}/version_*")]) for number in range(3)] == [
-        int(each["state"] != "failed") for each in whole["trials"]
-    ]
+    assert [len([*folder.glob(f"sweep/trial-{number}/version_*")]) for number in range(2)] == [1, 1]
 
 
 def test_three_failures_from_the_start_end_the_sweep(call: CalledCommand) -> None:

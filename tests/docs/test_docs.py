@@ -72,17 +72,6 @@ def test_the_block_on_an_evaluation_aside_is_a_script(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_a_block_that_does_not_run_says_why(page: Path) -> None:
-    assert [info for info, _ in blocks(page) if info and not NO_RUN.fullmatch(info)] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_lead_to_files(page: Path) -> None:
-    targets = [target for target in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in target]
-    assert [target for target in targets if not (page.parent / target).exists()] == []
-
-
 def unknown_commands(text: str) -> set[str]:
     """Return the commands on a page that neither the Makefile nor ``phalanx`` has."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
@@ -93,8 +82,12 @@ def unknown_commands(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_commands_exist(page: Path) -> None:
-    assert unknown_commands(page.read_text(encoding="utf-8")) == set()
+def test_links_lead_to_files_commands_exist_and_a_block_that_does_not_run_says_why(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = [target for target in LINK.findall(text) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+    assert unknown_commands(text) == set()
+    assert [info for info, _ in blocks(page) if info and not NO_RUN.fullmatch(info)] == []
 
 
 def test_a_planted_command_is_found() -> None:
@@ -102,20 +95,6 @@ def test_a_planted_command_is_found() -> None:
         "tea",
         "wherefore",
     }
-
-
-def test_the_readme_is_short() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(re.findall(r"^\|(?:-+\|)+$", text, re.MULTILINE)) <= 5
-    assert text.count("\n") <= 120
-    [(_, code)] = blocks(ROOT / "README.md")
-    assert sum(bool(line.strip()) for line in code.splitlines()) <= 20
-
-
-def test_the_map_names_every_page() -> None:
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
-    assert {page for page in pages if f"({page})" not in text} == set()
 
 
 def test_the_verbs_that_the_page_on_fabric_names_exist() -> None:

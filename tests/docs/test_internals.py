@@ -7,8 +7,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import phalanx
 
 ROOT = Path(phalanx.__file__).parent
@@ -45,11 +43,6 @@ def test_every_entry_names_a_function() -> None:
     entries = ENTRY.findall(PAGE)
     assert len(entries) > 40
     assert [entry for entry in entries if not REFERENCE.search(entry)] == []
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/index.md"])
-def test_the_page_is_linked(page: str) -> None:
-    assert "internals.md)" in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_a_planted_reference_is_found() -> None:

@@ -205,7 +205,8 @@ def test_messages_are_found_with_cause_and_exit_code(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def errors() -> str:
     """Return the page of all error messages."""
-    return hooks.generated_pages()["errors.md"]
+    files = [file for folder in hooks.package_folders() for file in folder.rglob("*.py")]
+    return error_page(ROOT, [*ROOT.glob("*.py"), *files])
 
 
 @pytest.mark.parametrize(

@@ -110,24 +110,12 @@ def load(target: str) -> type:
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_every_public_name_resolves(face: str) -> None:
-    assert not unresolved(import_module(face))
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_people_and_type_checkers_see_one_face(face: str) -> None:
-    assert not disagreements(Path(str(import_module(face).__file__)).read_text())
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_every_public_class_and_function_is_documented(face: str) -> None:
-    assert not undocumented(import_module(face))
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_dir_shows_every_public_name(face: str) -> None:
+def test_every_public_name_resolves_is_shown_is_documented_and_is_the_same_for_type_checkers(face: str) -> None:
     module = import_module(face)
+    assert not unresolved(module)
     assert set(module.__all__) <= set(dir(module))
+    assert not undocumented(module)
+    assert not disagreements(Path(str(module.__file__)).read_text())
 
 
 @pytest.mark.parametrize(("registry", "base"), KINDS.values(), ids=KINDS)

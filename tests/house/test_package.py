@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import pytest
-
 import phalanx
 
 ROOT = Path(phalanx.__file__).parent
@@ -88,17 +86,24 @@ def belongs_in_wheel(files: Iterable[str]) -> set[str]:
     return {f"phalanx/{name}" for name in inside | templates | {"py.typed"}}
 
 
-def loaded_by(statement: str, before: str = "") -> set[str]:
-    """Run a statement in a fresh interpreter; return the top-level modules that it adds to those of ``before``."""
-    return {name.split(".")[0] for name in modules_loaded_by(statement, before)}
-
-
-def modules_loaded_by(statement: str, before: str = "") -> set[str]:
-    """Run a statement in a fresh interpreter; return the modules that it adds to those of ``before``."""
-    show = "import json; print(json.dumps(sorted(set(sys.modules) - old)))"
-    script = f"import sys\n{before}\nold = set(sys.modules)\n{statement}\n{show}"
+def loaded_by(*statements: str, before: str = "") -> list[set[str]]:
+    """Run statements in a fresh interpreter; return the modules that are there after each, without those ``before``."""
+    note = "loaded.append(sorted(set(sys.modules) - old))"
+    lines = [f"import json, sys\n{before}\nold, loaded = set(sys.modules), []"]
+    lines += [f"{statement}\n{note}" for statement in statements]
+    script = "\n".join([*lines, "print(json.dumps(loaded))"])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return [set(modules) for modules in json.loads(done.stdout.splitlines()[-1])]
+
+
+def packages(modules: Iterable[str]) -> set[str]:
+    """Return the top-level modules."""
+    return {name.partition(".")[0] for name in modules}
+
+
+def loaded_too_early(modules: Iterable[str]) -> set[str]:
+    """Return the modules that a plain fit does not run."""
+    return {name.removeprefix("phalanx.framework.") for name in modules} & LOADED_WHEN_CALLED
 
 
 def test_one_copy_of_the_package_is_loaded() -> None:
@@ -122,31 +127,30 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(tmp_path: Path) 
 
 
 def test_import_phalanx_loads_only_itself_and_the_standard_library() -> None:
-    foreign = loaded_by("import phalanx") - sys.stdlib_module_names
-    assert foreign == {"phalanx"}
+    (loaded,) = loaded_by("import phalanx")
+    assert packages(loaded) - sys.stdlib_module_names == {"phalanx"}
 
 
-def test_the_trainer_loads_nothing_heavy_beside_torch() -> None:
-    added = loaded_by("import phalanx; phalanx.Trainer, phalanx.TrainModule, phalanx.Fabric", before="import torch")
-    assert not added & HEAVY
-
-
-def test_the_trainer_loads_no_module_that_a_plain_fit_does_not_run() -> None:
-    added = modules_loaded_by("from phalanx import Trainer, TrainModule", before="import torch")
-    assert not {name.removeprefix("phalanx.framework.") for name in added} & LOADED_WHEN_CALLED
-
-
-def test_a_planted_module_that_is_loaded_too_early_is_found() -> None:
-    added = modules_loaded_by("from phalanx import Trainer; import phalanx.framework.launch.supervisor")
-    assert {name.removeprefix("phalanx.framework.") for name in added} & LOADED_WHEN_CALLED
-
-
-def test_deepspeed_is_loaded_by_runs_under_it_alone() -> None:
-    statement = (
-        "from phalanx import Trainer; from phalanx.strategies import DeepSpeedStrategy; DeepSpeedStrategy(stage=3)\n"
-        "for name in ('ddp', 'fsdp'): Trainer(strategy=name, accelerator='cpu', devices=2)"
+def test_a_trainer_loads_nothing_heavy_beside_torch_and_no_module_that_a_plain_fit_does_not_run() -> None:
+    trainer, others, strategies = loaded_by(
+        "from phalanx import Trainer, TrainModule",
+        "from phalanx import Fabric",
+        "from phalanx.strategies import DeepSpeedStrategy; DeepSpeedStrategy(stage=3)\n"
+        "for name in ('ddp', 'fsdp'): Trainer(strategy=name, accelerator='cpu', devices=2)",
+        before="import torch",
     )
-    assert not loaded_by(statement, before="import torch") & {"deepspeed", "pydantic"}
+    assert not loaded_too_early(trainer)
+    assert not packages(others) & HEAVY
+    # Runs under DeepSpeed alone load it.
+    assert not packages(strategies) & {"deepspeed", "pydantic"}
+
+
+def test_planted_modules_that_are_heavy_or_loaded_too_early_are_found() -> None:
+    heavy, early = loaded_by(
+        "import phalanx, rich", "from phalanx import Trainer; import phalanx.framework.launch.supervisor"
+    )
+    assert "rich" in packages(heavy) & HEAVY
+    assert loaded_too_early(early) >= {"launch.supervisor"}
 
 
 def test_a_planted_second_copy_is_found(tmp_path: Path) -> None:
@@ -168,8 +172,3 @@ def test_a_folder_missing_from_the_package_list_would_be_found() -> None:
     ]
     expected = {"__init__.py", "py.typed", "framework/__init__.py", "framework/a.py", "new/__init__.py", files[6]}
     assert belongs_in_wheel(files) == {f"phalanx/{name}" for name in expected}
-
-
-@pytest.mark.parametrize("module", ["rich", "torchmetrics"])
-def test_a_planted_heavy_import_is_found(module: str) -> None:
-    assert module in loaded_by(f"import phalanx, {module}", before="import torch") & HEAVY

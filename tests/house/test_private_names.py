@@ -6,7 +6,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from test_layers import package_sources
+from test_layers import package_sources, parsed
 from test_style import imported
 
 # Names that modules of torch keep private, by the modules of phalanx that use them.
@@ -119,7 +119,7 @@ def private_names(source: str) -> set[str]:
 
     A name ends with its first private part, in ``torch._C`` with the next one.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     aliases = dict(imported(tree))
     return set(filter(None, map(_private, _names(tree, aliases))))
 
@@ -165,7 +165,7 @@ def used_attributes(tree: ast.AST) -> Iterator[str]:
 
 def foreign_attributes(sources: Mapping[str, str]) -> dict[str, str]:
     """Return the private attributes that no source defines, each with its users."""
-    trees = {module: ast.parse(source) for module, source in sorted(sources.items())}
+    trees = {module: parsed(source) for module, source in sorted(sources.items())}
     known = {name for tree in trees.values() for name in own_names(tree)}
     found: dict[str, list[str]] = defaultdict(list)
     for module, tree in trees.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
+from test_layers import dotted_name, parsed
 from test_style import CODE, ROOT, imported
 
 # What runs code, imports by name, unpickles, or unpacks. A trailing dot stands for all that a module has.
@@ -61,7 +62,7 @@ def dotted(tree: ast.Module) -> list[tuple[int, str]]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name):
-            head, _, rest = ast.unparse(node).partition(".")
+            head, _, rest = dotted_name(node).partition(".")
             if head in aliases or not rest:
                 # A name that was not imported is a builtin, or a variable, which may be called like a module.
                 origin = aliases.get(head, f"builtins.{head}")
@@ -76,7 +77,7 @@ def dotted(tree: ast.Module) -> list[tuple[int, str]]:
 def dangers(source: str) -> list[str]:
     """Return where a source uses something that is forbidden."""
     found = []
-    for line, name in dotted(ast.parse(source)):
+    for line, name in dotted(parsed(source)):
         for each in FORBIDDEN:
             if name == each.rstrip(".") or (each.endswith(".") and name.startswith(each)):
                 found.append(f"{name} in line {line}")
@@ -85,7 +86,7 @@ def dangers(source: str) -> list[str]:
 
 def unsafe_loads(source: str) -> list[int]:
     """Return the lines that call ``torch.load`` without ``weights_only=True`` in so many words."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     aliases = dict(imported(tree))
     found = []
     for node in ast.walk(tree):

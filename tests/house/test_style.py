@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_layers import dotted_name, parsed
 
 import phalanx
 from phalanx.framework.core.registry import STRATEGIES
@@ -44,12 +45,12 @@ READS_FOREIGN_PICKLES = {"framework/checkpoint/convert/pickles.py"}
 
 def uses(source: str, forbidden: set[str]) -> list[str]:
     """Return where a source uses one of the dotted names, under whatever name it imported them."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     aliases = dict(imported(tree))
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name):
-            head, _, rest = ast.unparse(node).partition(".")
+            head, _, rest = dotted_name(node).partition(".")
             full = f"{aliases.get(head, head)}.{rest}" if rest else aliases.get(head, "")
             if full in forbidden:
                 found.append(f"line {node.lineno}: {full}")
@@ -70,7 +71,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 def strategy_questions(source: str) -> list[str]:
     """Return where a source asks for the class or name of a strategy. ``Strategy`` itself is the contract."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Compare) and _constants(node) & set(STRATEGIES.built_in):
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
             continue
@@ -97,18 +98,6 @@ def lacks_future_annotations(source: str) -> bool:
     statements = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
     first = statements[0] if statements else None
     return first is not None and ast.unparse(first) != "from __future__ import annotations"
-
-
-def imported_twice(source: str) -> set[str]:
-    """Return the names that a module imports both when it runs and for type checkers alone."""
-    body = ast.parse(source).body
-    guarded = [node for node in body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-
-    def names(nodes: list[ast.stmt]) -> set[str]:
-        found = (node.names for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
-        return {alias.asname or alias.name for aliases in found for alias in aliases}
-
-    return names(body) & {name for node in guarded for name in names(node.body)}
 
 
 def shadows_the_standard_library(path: Path) -> bool:
@@ -149,11 +138,6 @@ def test_modules_begin_with_future_annotations() -> None:
     # The templates of projects are copied to users, who write for their own version of Python.
     files = [path for path in [*CODE, *AROUND] if ROOT / "cli" / "templates" not in path.parents]
     assert not [str(path.relative_to(ROOT)) for path in files if lacks_future_annotations(path.read_text())]
-
-
-def test_a_name_is_imported_when_a_module_runs_or_for_type_checkers() -> None:
-    found = {str(path.relative_to(ROOT)): imported_twice(path.read_text()) for path in CODE}
-    assert not {path: names for path, names in found.items() if names}
 
 
 def test_no_file_is_called_like_the_standard_library() -> None:
@@ -219,7 +203,5 @@ def test_planted_faults_of_form_are_found() -> None:
     assert lacks_future_annotations('"""A module."""\nimport os\n')
     assert not lacks_future_annotations('"""A module."""\n\nfrom __future__ import annotations\n')
     assert not lacks_future_annotations('"""A module that holds nothing."""\n')
-    typed = "from a import A\nif TYPE_CHECKING:\n    from a import A, B\n    import c as d\nimport c\n"
-    assert imported_twice(typed) == {"A"}
     assert shadows_the_standard_library(Path("loggers/csv.py"))
     assert not shadows_the_standard_library(Path("loggers/csv_file.py"))
