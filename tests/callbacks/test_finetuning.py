@@ -164,7 +164,8 @@ def resumed(strategy: str, ranks: int, kind: str, root: str, stops: list[int]) -
 
 
 # Stops in an epoch before, in and after that in which a group is added, and at an end of an epoch.
-@pytest.mark.parametrize(("kind", "stops"), [("layers", [2, 5, 10, 14]), ("backbone", [4, 8, 14])])
+@pytest.mark.parametrize("stops", [[2, 5, 10, 14], [4, 8, 14]], ids=["in epochs", "at their ends"])
+@pytest.mark.parametrize("kind", ["layers", "backbone"])
 def test_a_resumed_fit_continues_exactly(kind: str, stops: list[int], tmp_path: Path) -> None:
     assert resumed("auto", 1, kind, str(tmp_path), stops) == resumed("auto", 1, kind, str(tmp_path), stops[-1:])
 

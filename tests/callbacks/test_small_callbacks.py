@@ -335,8 +335,19 @@ def test_wrong_depths_are_refused(depth: Any) -> None:
         ModelSummary(depth)
 
 
-def test_counts_are_short() -> None:
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.0 K"),
+        (99_940, "99.9 K"),
+        (123_456, "123 K"),
+        (999_600, "1.0 M"),
+        (7e12, "7.0 T"),
+    ],
+)
+def test_counts_are_short(number: int, text: str) -> None:
     from phalanx.callbacks.summary import _short
 
-    shown = [_short(number) for number in (0, 999, 1000, 99_940, 123_456, 999_600, 7e12)]
-    assert shown == ["0", "999", "1.0 K", "99.9 K", "123 K", "1.0 M", "7.0 T"]
+    assert _short(number) == text

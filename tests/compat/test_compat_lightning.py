@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from ranks import run_on_ranks, run_script
+from ranks import run_script
 
 import phalanx
 from phalanx.compat import lightning as compat
@@ -127,15 +127,6 @@ def test_a_program_trains_the_same_model_with_its_import_lines_changed(
     assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
     assert ours[1] == [pytest.approx(each, abs=1e-6) for each in theirs[1]]
     torch.testing.assert_close(ours[2], theirs[2], rtol=0, atol=1e-6)
-
-
-def program_on_a_rank(folder: str) -> Any:
-    return run_program("phalanx.compat.lightning", Path(folder), devices=2, strategy="ddp")[1]
-
-
-def test_a_program_runs_on_two_ranks(tmp_path: Path) -> None:
-    metrics = run_on_ranks(2, program_on_a_rank, str(tmp_path))
-    assert metrics[0] == metrics[1]
 
 
 @pytest.mark.parametrize("module", MODULES)

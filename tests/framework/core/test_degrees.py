@@ -8,6 +8,7 @@ import pytest
 from messages import refuses
 from models import silent_trainer
 
+from phalanx import Fabric
 from phalanx.framework.core.degrees import Degrees, Layout, resolve_degrees
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.strategies import DDPStrategy, FSDPStrategy, hsdp
@@ -74,6 +75,7 @@ def test_degrees_that_do_not_fit_are_refused_with_numbers_that_would(
         resolve_degrees(given).lay_out(ranks, "dp_shard")
 
 
+@pytest.mark.parametrize("make", [silent_trainer, lambda **given: Fabric(accelerator="cpu", **given)])
 @pytest.mark.parametrize(
     ("strategy", "given", "words"),
     [
@@ -85,9 +87,11 @@ def test_degrees_that_do_not_fit_are_refused_with_numbers_that_would(
         (FSDPStrategy(tensor_parallel=4), {"tp": 2}, "FSDPStrategy(tensor_parallel=4)"),
     ],
 )
-def test_a_strategy_refuses_axes_that_it_does_not_have(strategy: Any, given: dict[str, int], words: str) -> None:
+def test_a_strategy_refuses_axes_that_it_does_not_have(
+    make: Any, strategy: Any, given: dict[str, int], words: str
+) -> None:
     with refuses(ConfigurationError, words):
-        silent_trainer(strategy=strategy, devices=4, parallel=given)
+        make(strategy=strategy, devices=4, parallel=given)
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,7 @@ def plain_flops(layers: int) -> tuple[float, int]:
     return gpt_flops(layers, 32, 16)
 
 
-def test_a_gpt_takes_six_flops_for_each_parameter_and_token() -> None:
-    flops, parameters = gpt_flops(layers=2, width=256, length=8)
-    assert flops == pytest.approx(6 * parameters, rel=0.01)
-
-
-def test_attention_adds_its_own_products() -> None:
+def test_a_gpt_takes_six_flops_for_each_parameter_and_token_and_attention_adds_its_own() -> None:
     layers, width, length = 2, 256, 128
     flops, parameters = gpt_flops(layers, width, length)
     assert flops == pytest.approx(6 * parameters + 12 * layers * width * length, rel=0.01)
