@@ -138,6 +138,13 @@ def source(make: Make, rank: int, size: int, shard: bool = True) -> TrainingSour
     return prepare_training(make(rank, size), rank=rank, size=size, seed=1, shard=shard)
 
 
+def read_by_ranks(given: Any, size: int, epoch: int = 0, position: dict[str, Any] | None = None) -> list[Any]:
+    """Return the batches of a loader that ``size`` ranks read, in the order of one process."""
+    parts = [list(prepare_training(given, rank=rank, size=size, seed=3).start(epoch, position)) for rank in range(size)]
+    assert len({len(part) for part in parts}) == 1
+    return [batch for row in zip(*parts, strict=True) for batch in row if batch is not NO_BATCH]
+
+
 def ids(batch: Any) -> list[int]:
     """Return the numbers in a batch."""
     found = batch["id"] if isinstance(batch, dict) else batch

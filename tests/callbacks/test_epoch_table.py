@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -76,28 +75,6 @@ def test_the_unit_of_a_speed_is_that_of_the_rows_below() -> None:
         ["epoch", "step", "s/epoch", "samples/s"], ["0", "10", "2.5"],
         ["epoch", "step", "s/epoch", "tok/s"], ["1", "20", "2.5", "13"], ["2", "30", "2.5"],
     ]  # fmt: skip
-
-
-class Watched(EpochRow):
-    """A row that counts how often its speed is read."""
-
-    reads = 0
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "speed":
-            Watched.reads += 1
-        return super().__getattribute__(name)
-
-
-def test_the_time_of_a_line_does_not_depend_on_the_number_of_rows() -> None:
-    table = EpochTable(Best())
-    reads = []
-    for epoch in range(20):
-        Watched.reads = 0
-        table.add(Watched(epoch, epoch, {}, 1.0, None))
-        table.lines(80)
-        reads.append(Watched.reads)
-    assert reads == [reads[0]] * 20
 
 
 @pytest.mark.parametrize(

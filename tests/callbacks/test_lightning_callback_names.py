@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_names import methods_that_lack_arguments, missing_arguments, public, without_sentence
+from lightning_names import methods_that_lack_arguments, public, without_sentence
 from messages import refuses
 from small_fits import Tiny, loader, quiet_trainer
 
@@ -18,9 +18,7 @@ from phalanx.callbacks import (
     Callback,
     GradientAccumulationScheduler,
     ModelCheckpoint,
-    ModelSummary,
     ProgressBar,
-    RichModelSummary,
     RichProgressBar,
     StochasticWeightAveraging,
     TQDMProgressBar,
@@ -67,13 +65,6 @@ def test_the_sentence_of_a_class_without_a_counterpart_in_a_subclass() -> None:
 
     with refuses(AttributeError, "'swa_end'", "average_at_end=True"):
         getattr(Averaging(0.1), "swa_end")  # noqa: B009
-
-
-def test_an_argument_that_no_method_takes_is_found() -> None:
-    def theirs(first: int, second: int = 0, *, third: int = 0) -> None: ...
-    def ours(other: int) -> None: ...
-
-    assert missing_arguments(theirs, ours) == {"second", "third"}
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -168,32 +159,7 @@ def test_arguments_of_the_console(tmp_path: Path) -> None:
         RichProgressBar(theme=theme)
 
 
-def test_the_rich_summary_is_the_summary(tmp_path: Path, capsys: Any) -> None:
-    printed = []
-    for kind in (RichModelSummary, ModelSummary):
-        settings = {"max_epochs": 1, "enable_model_summary": True, "barebones": False}
-        quiet_trainer(tmp_path, kind(max_depth=1), **settings).fit(Tiny(), loader())
-        printed.append(capsys.readouterr().out)
-    assert "layer" in printed[0]
-    assert printed[0] == printed[1]
-
-
 def test_whether_a_schedule_accumulates() -> None:
     for scheduling, answer in (({0: 1}, False), ({0: 1, 4: 2}, True)):
         for kind in (theirs.GradientAccumulationScheduler, GradientAccumulationScheduler):
             assert kind(scheduling).going_to_accumulate_grad_batches() is answer
-
-
-class Decaying(Tiny):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.25, weight_decay=0.125)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
-
-
-def test_values_of_the_learning_rate_monitor(tmp_path: Path) -> None:
-    monitor = callbacks.LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
-    trainer = quiet_trainer(tmp_path, monitor, max_epochs=3, logger="csv")
-    trainer.fit(Decaying(), loader())
-    assert monitor.lrs == {"lr-SGD": [0.5, 0.25, 0.125]}
-    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.25}
-    assert monitor.last_weight_decay_values == {"lr-SGD-weight_decay": 0.125}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks
-from small_fits import loader, quiet_trainer
+from small_fits import capturing, loader, quiet_trainer
 from torch import Tensor, nn
 
-from phalanx import Trainer, TrainModule
+from phalanx import TrainModule
 from phalanx.callbacks import ModelSummary, RichModelSummary
 from phalanx.callbacks.forward_trace import trace_forward
 from phalanx.callbacks.summary import summarize
@@ -162,19 +162,16 @@ class Wide(TrainModule):
 
 
 def summary_on_a_rank(strategy: str, precision: Any) -> list[str]:
-    notes: list[str] = []
-    settings: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, precision=precision, max_epochs=1,
-        callbacks=[ModelSummary(-1)], **settings,
-    )  # fmt: skip
-    trainer.note = notes.append  # type: ignore[method-assign, assignment]
+    settings: dict[str, Any] = {"devices": 2, "strategy": strategy, "precision": precision}
+    trainer = quiet_trainer(Path(), ModelSummary(-1), max_epochs=1, **settings)
+    notes = capturing(trainer)
     trainer.fit(Wide(), loader())
     return notes
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("ddp", "bf16-mixed"), ("fsdp", "32-true"), ("zero3", "bf16-mixed")]
+)
 def test_full_numbers_under_each_strategy(strategy: str, precision: str) -> None:
     notes, others = run_on_ranks(2, summary_on_a_rank, strategy, precision)
     (text,) = [note for note in notes if "In size" in note or "No sizes" in note]

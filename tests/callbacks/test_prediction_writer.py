@@ -60,19 +60,18 @@ def numbers(count: int, **settings: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(float(count))), **{"batch_size": 3, **settings})
 
 
-def recorded(ranks: int, strategy: str, interval: str, counts: list[int], returned: bool) -> Any:
+def recorded(ranks: int, interval: str, counts: list[int], returned: bool) -> Any:
     writer = Recorder(interval)
-    trainer = silent_trainer(devices=ranks, strategy=strategy, callbacks=[writer])
+    trainer = silent_trainer(devices=ranks, callbacks=[writer])
     loaders = [numbers(count) for count in counts]
     outputs = trainer.predict(Doubles(), loaders[0] if len(loaders) == 1 else loaders, return_predictions=returned)
     assert (outputs is None) is not returned
     return writer.batches, writer.epochs
 
 
-@pytest.mark.parametrize("returned", [True, False])
-@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+@pytest.mark.parametrize(("interval", "returned"), [("batch", False), ("epoch", False), ("batch_and_epoch", True)])
 def test_the_interval_decides_what_is_called(interval: str, returned: bool) -> None:
-    batches, epochs = recorded(1, "auto", interval, [7], returned)
+    batches, epochs = recorded(1, interval, [7], returned)
     indices = [[0, 1, 2], [3, 4, 5], [6]]
     predictions = [[2.0 * index for index in each] for each in indices]
     expected = [(0, number, each, predictions[number]) for number, each in enumerate(indices)]
@@ -80,9 +79,8 @@ def test_the_interval_decides_what_is_called(interval: str, returned: bool) -> N
     assert epochs == ([([predictions], [indices])] if interval != "batch" else [])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_write_the_predictions_of_their_own_batches(strategy: str) -> None:
-    found = run_on_ranks(2, recorded, 2, strategy, "batch_and_epoch", [7, 2], False)
+def test_ranks_write_the_predictions_of_their_own_batches() -> None:
+    found = run_on_ranks(2, recorded, 2, "batch_and_epoch", [7, 2], False)
     for rank, (batches, epochs) in enumerate(found):
         indices = [[[0, 1, 2], [6]], [[0, 1]]] if rank == 0 else [[[3, 4, 5]], []]
         predictions = [

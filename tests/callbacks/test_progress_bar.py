@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -156,18 +155,6 @@ def test_the_screen_is_given_back_when_the_run_fails(tmp_path: Path, monkeypatch
         trainer_with(tmp_path, bar, LambdaCallback(on_train_batch_end=fail)).fit(Tiny(), loader())
     assert sys.stdout is screen
     assert screen.getvalue().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1
-
-
-def test_rich_is_not_imported_where_there_is_no_terminal(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from phalanx.callbacks import ProgressBar\n"
-        "from types import SimpleNamespace as N\n"
-        "ProgressBar().setup(N(is_global_zero=True, verbose=True), None, 'fit')\n"
-        "print('rich' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "False"
 
 
 def test_other_ranks_want_no_hooks() -> None:

@@ -157,6 +157,9 @@ def test_names_tell_groups_schedulers_and_what_else_is_logged(tmp_path: Path) ->
         "lr-AdamW/bias-momentum": 0.5,
         "lr-AdamW/bias-weight_decay": 0.25,
     }
+    assert monitor.lrs == {"lr-AdamW/pg1": [2.0, 1.0], "lr-AdamW/bias": [1.0, 0.5]}
+    assert set(monitor.last_momentum_values.values()) == {0.5}
+    assert set(monitor.last_weight_decay_values.values()) == {0.25}
     module = Scheduled()
     module.named = "mine"
     assert list(logged(tmp_path / "b", module, LearningRateMonitor())) == ["mine"]

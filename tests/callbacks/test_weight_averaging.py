@@ -184,7 +184,8 @@ def checked(found: list[Seen], precision: str) -> None:
         assert torch.equal(own.to(first.whole[name].dtype), first.whole[name])
 
 
-@pytest.mark.parametrize("cell", CELLS)
+# Runs that resume under ``ddp`` and ``zero2`` are below.
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in ("ddp", "zero2")])
 def test_under_every_strategy(cell: str, tmp_path: Path) -> None:
     hooks = ["on_train_batch_end", "on_validation_batch_end", "on_validation_end"]
     paths = {hook: str(tmp_path / f"{hook}.ckpt") for hook in hooks}

@@ -65,8 +65,6 @@ def ema_of(weights: list[Tensor], decays: list[float]) -> Tensor:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"decay": 0.9},
-        {"decay": 0.5, "update_every_n_steps": 3},
         {"decay": 0.7, "update_every_n_steps": 2, "update_starting_at_step": 5},
         {"decay": 0.7, "update_every_n_steps": 0, "update_starting_at_epoch": 1},
     ],
@@ -316,8 +314,7 @@ class Decaying(Regressor):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-@pytest.mark.parametrize("strategy", ["cos", "linear"])
-@pytest.mark.parametrize("epochs", [0, 3])
+@pytest.mark.parametrize(("strategy", "epochs"), [("cos", 3), ("linear", 3), ("cos", 0)])
 def test_swa_goes_to_its_learning_rate_as_torchs_does(strategy: Any, epochs: int) -> None:
     seen = Epochs()
     swa = StochasticWeightAveraging(0.05, 0.4, annealing_epochs=epochs, annealing_strategy=strategy)
@@ -395,7 +392,7 @@ def statistics_on_ranks(strategy: str, ranks: int) -> tuple[dict[str, Tensor], l
     return kept, validated
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_batch_statistics_are_those_over_all_ranks(strategy: str) -> None:
     found, validated = run_on_ranks(2, statistics_on_ranks, strategy, 2)[0]
     assert found["net.1.running_var"].isfinite().all()
@@ -448,7 +445,6 @@ def saving_at_validation(epoch: int, path: Path) -> LambdaCallback:
         (lambda: EMAWeightAveraging(decay=1.5), "decay=1.5"),
         (lambda: EMAWeightAveraging(decay=True), "decay=True"),
         (lambda: EMAWeightAveraging(update_every_n_steps=-1), "update_every_n_steps=-1"),
-        (lambda: EMAWeightAveraging(update_starting_at_step=1.5), "update_starting_at_step=1.5"),  # type: ignore[arg-type]
         (lambda: EMAWeightAveraging(use_buffers=1), "use_buffers=1"),  # type: ignore[arg-type]
         (lambda: EMAWeightAveraging(name="a/b"), "name='a/b'"),
         (lambda: WeightAveraging(avg_fn=max, multi_avg_fn=max), "multi_avg_fn"),

@@ -91,10 +91,17 @@ def plain_torch(batch_size: int, ranks: int) -> list[Any]:
     return [parameter.tolist() for parameter in model.parameters()]
 
 
-def on_rank(folder: str, devices: int) -> Any:
+def on_rank(program: str, folder: Path, devices: int) -> Any:
     namespace: dict[str, Any] = {"__name__": "loop"}
-    exec(LOOP.format(accelerate="phalanx.compat.accelerate"), namespace)
-    return namespace["train"](folder, devices=devices)
+    exec(program.format(accelerate="phalanx.compat.accelerate"), namespace)
+    return namespace["train"](str(folder), devices=devices)
+
+
+def with_accelerate(program: str, folder: Path) -> Any:
+    """Return what a program prints that runs with Accelerate itself."""
+    pytest.importorskip("accelerate")
+    output = run_script(program.format(accelerate="accelerate") + ENDING, str(folder / "theirs")).stdout
+    return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
 
 
 def assert_equal_weights(actual: list[Any], expected: list[Any]) -> None:
@@ -103,12 +110,8 @@ def assert_equal_weights(actual: list[Any], expected: list[Any]) -> None:
 
 
 def test_a_loop_trains_as_with_accelerate(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    script = tmp_path / "loop.py"
-    script.write_text(LOOP.format(accelerate="accelerate") + ENDING)
-    output = run_script(script, str(tmp_path / "theirs")).stdout
-    theirs = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
-    ours = on_rank(str(tmp_path / "ours"), devices=1)
+    theirs = with_accelerate(LOOP, tmp_path)
+    ours = on_rank(LOOP, tmp_path / "ours", devices=1)
     assert_equal_weights(ours[0], theirs[0])
     assert ours[1:3] == (pytest.approx(theirs[1], abs=1e-6), pytest.approx(theirs[2]))
     assert ours[3] == theirs[3] == "NO"
@@ -119,7 +122,7 @@ def test_a_loop_trains_as_with_accelerate(tmp_path: Path) -> None:
 
 
 def test_a_loop_on_two_ranks_trains_as_plain_torch(tmp_path: Path) -> None:
-    results = run_on_ranks(2, on_rank, str(tmp_path), 2)
+    results = run_on_ranks(2, on_rank, LOOP, tmp_path, 2)
     for weights, rows, rates, kind in results:
         assert_equal_weights(weights, plain_torch(4, ranks=2))
         assert (len(rows), rates, kind) == (32, [pytest.approx(0.01 * (1 - 0.9 * 12 / 24))], "MULTI_CPU")
@@ -133,7 +136,7 @@ from torch import nn
 from {accelerate} import Accelerator
 
 
-def train(**options):
+def train(folder, **options):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, **options)
     accelerator.gradient_accumulation_steps = 2
     torch.manual_seed(1)
@@ -153,12 +156,6 @@ def train(**options):
 """
 
 
-def by_hand_on_rank(devices: int) -> Any:
-    namespace: dict[str, Any] = {"__name__": "loop"}
-    exec(BY_HAND.format(accelerate="phalanx.compat.accelerate"), namespace)
-    return namespace["train"](devices=devices)
-
-
 def by_hand_in_plain_torch(ranks: int) -> tuple[list[float], list[float]]:
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
@@ -174,17 +171,12 @@ def by_hand_in_plain_torch(ranks: int) -> tuple[list[float], list[float]]:
 
 
 def test_accumulation_without_accumulate_trains_as_with_accelerate(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    script = tmp_path / "loop.py"
-    script.write_text(BY_HAND.format(accelerate="accelerate") + 'print("RESULT", json.dumps(train()))')
-    output = run_script(script).stdout
-    theirs = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
-    for mine, other in zip(by_hand_on_rank(1), theirs, strict=True):
+    for mine, other in zip(on_rank(BY_HAND, tmp_path, 1), with_accelerate(BY_HAND, tmp_path), strict=True):
         assert mine == pytest.approx(other, abs=1e-6)
 
 
-def test_accumulation_without_accumulate_on_two_ranks_trains_as_plain_torch() -> None:
-    for steps, norms, weights in run_on_ranks(2, by_hand_on_rank, 2):
+def test_accumulation_without_accumulate_on_two_ranks_trains_as_plain_torch(tmp_path: Path) -> None:
+    for steps, norms, weights in run_on_ranks(2, on_rank, BY_HAND, tmp_path, 2):
         assert steps == 2
         assert norms == pytest.approx(by_hand_in_plain_torch(2)[0], abs=1e-6)
         assert weights == pytest.approx(by_hand_in_plain_torch(2)[1], abs=1e-6)

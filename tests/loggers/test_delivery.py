@@ -190,11 +190,19 @@ def test_a_message_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     assert delivery.first_line(error) == "GET http://***@host/x?key=*** failed"
 
 
-def test_loggers_by_name_import_none_of_the_libraries() -> None:
-    done = run_script(
-        "import sys\n"
-        "from phalanx import Trainer\n"
-        "loggers = Trainer(accelerator='cpu', logger=['jsonl', 'mlflow', 'trackio', 'wandb']).loggers\n"
-        "print(*(type(logger).__name__ for logger in loggers), *{'mlflow', 'trackio', 'wandb'} & {*sys.modules})\n"
-    )
-    assert done.stdout.splitlines()[-1] == "JSONLinesLogger MLFlowLogger TrackioLogger WandbLogger", done.stdout
+IMPORTS = """
+import sys
+from types import SimpleNamespace
+from phalanx import Trainer
+from phalanx.callbacks import ProgressBar
+
+loggers = Trainer(accelerator="cpu", logger=["csv", "jsonl", "tensorboard", "mlflow", "trackio", "wandb"]).loggers
+ProgressBar().setup(SimpleNamespace(is_global_zero=True, verbose=True), None, "fit")
+heavy = {"mlflow", "rich", "tensorboard", "trackio", "wandb"} & {*sys.modules}
+print(*(type(logger).__name__.removesuffix("Logger") for logger in loggers), *heavy)
+"""
+
+
+def test_loggers_and_progress_outside_a_terminal_import_none_of_the_libraries() -> None:
+    done = run_script(IMPORTS, is_new=True)
+    assert done.stdout.splitlines()[-1] == "CSV JSONLines TensorBoard MLFlow Trackio Wandb", done.stdout

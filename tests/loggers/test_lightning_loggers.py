@@ -40,17 +40,12 @@ def test_attributes_of_a_logger(name: str, tmp_path: Path) -> None:
     assert values[0] == values[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "right"), [("WandbLogger", "projct", "project"), ("TrackioLogger", "embd", "embed")]
-)
-def test_a_misspelled_argument_of_the_library_is_refused(
-    name: str, wrong: str, right: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelled_argument_of_the_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # W&B makes directories when it is imported.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pytest.importorskip(name.removesuffix("Logger").lower())
-    with refuses(UnknownArgumentError, f"{wrong}=", f"'{right}'"):
-        getattr(loggers, name)(save_dir=tmp_path, **{wrong: "mine"})
+    pytest.importorskip("wandb")
+    with refuses(UnknownArgumentError, "projct=", "'project'"):
+        loggers.WandbLogger(save_dir=tmp_path, projct="mine")
 
 
 def test_another_text_between_prefix_and_key(tmp_path: Path) -> None:

@@ -63,18 +63,21 @@ class Scrape(LambdaCallback):
             self.samples = scraped(self.url)
 
 
-def fit(root: Path, logger: Any, callback: Any, ckpt_path: str | None = None, **settings: Any) -> Trainer:
+def fit(
+    root: Path, logger: Any, callback: Any = None, ckpt_path: str | None = None, **settings: Any
+) -> tuple[Trainer, list[str]]:
+    """Train; return the Trainer and what it told the person."""
     settings = {"max_epochs": 2, "log_every_n_steps": 1, **settings}
-    trainer = quiet_trainer(root, [callback], logger=logger, **settings)
+    trainer = quiet_trainer(root, [callback or LambdaCallback()], logger=logger, **settings)
+    notes = capturing(trainer)
     trainer.fit(Tiny(), loader(), ckpt_path=ckpt_path)
-    return trainer
+    return trainer, notes
 
 
 def test_a_fit_serves_what_it_has_logged_until_its_end(tmp_path: Path) -> None:
     logger = PrometheusLogger(port=0)
     scrape = Scrape(logger, expected="phalanx_metric_train_loss_epoch")
-    notes = capturing(trainer := quiet_trainer(tmp_path, [scrape], logger=logger, max_epochs=2, log_every_n_steps=1))
-    trainer.fit(Tiny(), loader())
+    _, notes = fit(tmp_path, logger, scrape)
     samples, run = scrape.samples, ("run", "phalanx_logs/version_0")
     assert samples["phalanx_metric_train_loss_step"].keys() == {(("metric", "train_loss_step"), run)}
     assert only(samples, "phalanx_metric_train_loss_epoch") > 0
@@ -88,17 +91,16 @@ def test_a_fit_serves_what_it_has_logged_until_its_end(tmp_path: Path) -> None:
         scraped(scrape.url)
 
 
-def served_by(root: Path, strategy: str) -> tuple[str | None, Samples]:
+def served_by(root: Path) -> tuple[str | None, Samples]:
     logger = PrometheusLogger(port=0)
     scrape = Scrape(logger)
-    trainer = fit(root, logger, scrape, strategy=strategy, devices=2)
+    trainer, _ = fit(root, logger, scrape, devices=2)
     assert trainer.world_size == 2
     return scrape.url, scrape.samples
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_rank_0_alone_serves(tmp_path: Path, strategy: str) -> None:
-    (url, samples), other = run_on_ranks(2, served_by, tmp_path, strategy)
+def test_rank_0_alone_serves(tmp_path: Path) -> None:
+    (url, samples), other = run_on_ranks(2, served_by, tmp_path)
     assert url
     assert other == ("", {})
     assert len(samples["phalanx_metric_train_loss_step"]) == 1
@@ -106,7 +108,7 @@ def test_rank_0_alone_serves(tmp_path: Path, strategy: str) -> None:
 
 def test_a_resumed_run_serves_again(tmp_path: Path) -> None:
     logger = PrometheusLogger(port=0)
-    first = fit(tmp_path, [logger, CSVLogger()], Scrape(logger), enable_checkpointing=True)
+    first, _ = fit(tmp_path, [logger, CSVLogger()], Scrape(logger), enable_checkpointing=True)
     scrape = Scrape(logger, 2)
     path = str(first.checkpoint_callback.last_model_path or first.checkpoint_callback.best_model_path)  # type: ignore
     fit(tmp_path, [logger, CSVLogger()], scrape, ckpt_path=path, max_epochs=4, enable_checkpointing=True)
@@ -116,11 +118,7 @@ def test_a_resumed_run_serves_again(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        trainer = quiet_trainer(
-            tmp_path, [LambdaCallback()], logger=PrometheusLogger(port=port), max_epochs=2, log_every_n_steps=1
-        )
-        notes = capturing(trainer)
-        trainer.fit(Tiny(), loader())
+        trainer, notes = fit(tmp_path, PrometheusLogger(port=port))
     assert trainer.state.finished
     (note,) = [note for note in notes if "PrometheusLogger" in note]
     assert note.startswith(f"PrometheusLogger: port {port} of 127.0.0.1 cannot be used (")
@@ -169,7 +167,7 @@ def gauges(reader: InMemoryMetricReader) -> dict[str, list[tuple[float, dict[str
 def test_the_newest_values_are_gauges_of_opentelemetry(tmp_path: Path) -> None:
     provider = MeterProvider([reader := InMemoryMetricReader()])
     logger = OpenTelemetryLogger(provider)
-    fit(tmp_path, [logger, csv := CSVLogger()], LambdaCallback())
+    fit(tmp_path, [logger, csv := CSVLogger()])
     found = gauges(reader)
     last = (Path(csv.log_dir) / "metrics.csv").read_text().splitlines()
     run = {"run": "phalanx_logs/version_0"}
@@ -182,9 +180,7 @@ def test_the_newest_values_are_gauges_of_opentelemetry(tmp_path: Path) -> None:
 
 
 def test_a_program_without_a_provider_is_told_once(tmp_path: Path) -> None:
-    trainer = quiet_trainer(tmp_path, [LambdaCallback()], logger="opentelemetry", max_epochs=2, log_every_n_steps=1)
-    notes = capturing(trainer)
-    trainer.fit(Tiny(), loader())
+    _, notes = fit(tmp_path, "opentelemetry")
     (note,) = [note for note in notes if "OpenTelemetryLogger" in note]
     assert "set_meter_provider" in note
 

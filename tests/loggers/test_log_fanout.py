@@ -72,16 +72,6 @@ def test_all_loggers_get_everything_in_order_and_the_threads_end() -> None:
     assert not our_threads()
 
 
-def test_what_is_logged_after_the_end_starts_it_again() -> None:
-    logger = Recorder()
-    fanout = LoggerFanout([logger], pytest.fail)
-    for step in range(3):
-        fanout.log_metrics({}, step)
-        fanout.finalize("success")
-    assert [call[0] for call in logger.calls] == ["metrics", "finalize"] * 3
-    assert not our_threads()
-
-
 def test_a_logger_that_keeps_raising_is_reported_and_left_out() -> None:
     notes: list[str] = []
     good, bad = Recorder(), Failing()

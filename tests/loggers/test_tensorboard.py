@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,21 +110,12 @@ def fitted_with_graph(strategy: str, root: str) -> None:
     trainer.fit(Traced(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_a_graph_that_cannot_be_recorded_costs_no_metric(tmp_path: Path, strategy: str) -> None:
     run_on_ranks(2, fitted_with_graph, strategy, str(tmp_path))
     found = events(str(tmp_path / "graph" / "version_0"))
     assert len(found.Scalars("loss")) == 2
-    assert found.Tags()["graph"] == (strategy in ("ddp", "zero2"))
-
-
-def test_nothing_heavy_is_imported_before_the_first_figure() -> None:
-    program = (
-        "import sys, phalanx.loggers as l; l.CSVLogger; l.TensorBoardLogger('x');"
-        "print(any(name.startswith('tensorboard') for name in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "False"
+    assert found.Tags()["graph"] == (strategy == "ddp")
 
 
 @pytest.mark.parametrize(("name", "closest"), [("root_dir", "save_dir"), ("flush_sec", "flush_secs")])

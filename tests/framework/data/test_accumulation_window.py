@@ -135,7 +135,7 @@ def by_hand(rows: int, ranks: int, window: int) -> Tensor:
 
 
 # The last window is short, or complete but with a last global micro-batch that some ranks have no part of.
-@pytest.mark.parametrize(("rows", "ranks", "window"), [(13, 1, 3), (13, 2, 2), (13, 2, 4), (25, 3, 5), (31, 3, 2)])
+@pytest.mark.parametrize(("rows", "ranks", "window"), [(13, 1, 3), (13, 2, 4), (25, 3, 5), (31, 3, 2)])
 def test_the_weights_equal_those_of_a_loop_by_hand(rows: int, ranks: int, window: int) -> None:
     for weights in run_on_ranks(ranks, fitted, rows, ranks, window):
         torch.testing.assert_close(weights, by_hand(rows, ranks, window), rtol=1e-6, atol=1e-7)
@@ -201,10 +201,9 @@ def loaders(kind: str, count: int) -> Any:
 @pytest.mark.parametrize("kind", ["one", "two", "list"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_windows_hold_the_batches_of_their_source(kind: str, size: int) -> None:
-    for count, window, ahead in itertools.product((11, 12, 13, 17), (1, 2, 3, 5), (0, 3)):
-        for rank, limit in itertools.product(range(size), (None, 4)):
-            source = Source(loaders(kind, count), rank, size, window, limit)
-            for found, own in source.taken(ahead):
+    for count, window, limit in itertools.product((11, 12, 13), (1, 3, 5), (None, 4)):
+        for rank in range(size):
+            for found, own in Source(loaders(kind, count), rank, size, window, limit).taken(looks_ahead=3):
                 assert repr(found) == repr(own)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_streams import read_by_ranks
 from messages import refuses
 from ranks import run_on_ranks
 from small_fits import quiet_trainer
@@ -18,18 +19,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import BatchByTokens, TrainModule
 from phalanx.framework.core.errors import ConfigurationError, DataError
-from phalanx.framework.data.combined_source import prepare_training
 from phalanx.framework.data.token_lengths import lengths_of
-from phalanx.framework.data.training_source import NO_BATCH
 
 
 def random_lengths(count: int, most: int = 60, seed: int = 0) -> list[int]:
     return [random.Random(seed + place).randint(1, most) for place in range(count)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 17, 400])
-@pytest.mark.parametrize("max_tokens", [60, 61, 256, 10_000])
 @pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("count", "max_tokens"), [(1, 60), (2, 10_000), (17, 61), (400, 256)])
 def test_each_sample_comes_once_in_batches_within_their_size(count: int, max_tokens: int, shuffle: bool) -> None:
     lengths = random_lengths(count)
     sampler = BatchByTokens(lengths, max_tokens=max_tokens, shuffle=shuffle, seed=3)
@@ -97,13 +95,9 @@ def test_a_sample_is_as_long_as_its_sequence_of_numbers(rows: Any) -> None:
     ("sample", "found"),
     [
         ({"input_ids": torch.zeros(1, 7)}, "[1, 7]"),
-        (torch.zeros(1, 7).numpy(), "[1, 7]"),
-        ((torch.zeros(2, 7), 1), "[2, 7]"),
         ((1, torch.arange(7)), "a int as tokens"),
         ("hello world", "a str as tokens"),
-        (("hello world", 1), "a str as tokens"),
         ([[1, 2, 3]], "a list as tokens that begins with a list"),
-        ([{"input_ids": [1]}], "a list as tokens that begins with a dict"),
         (object(), "a object as tokens"),
     ],
 )
@@ -115,15 +109,12 @@ def test_a_length_that_is_not_clear_is_refused(sample: Any, found: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_share_the_batches_and_resume_after_any(workers: int) -> None:
-    lengths = random_lengths(50)
+    lengths, data = random_lengths(50), torch.arange(50)
 
     def rows(size: int, position: Any = None) -> list[list[int]]:
-        data: Any = torch.arange(50)
         sampler = BatchByTokens(lengths, max_tokens=150)
-        loader: DataLoader[Any] = DataLoader(data, batch_sampler=sampler, num_workers=workers)
-        parts = [list(prepare_training(loader, rank=r, size=size, seed=9).start(4, position)) for r in range(size)]
-        assert len({len(part) for part in parts}) == 1
-        return [batch.tolist() for row in zip(*parts, strict=True) for batch in row if batch is not NO_BATCH]
+        loader: Any = DataLoader(data, batch_sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
+        return [batch.tolist() for batch in read_by_ranks(loader, size, 4, position)]
 
     sampler = BatchByTokens(lengths, max_tokens=150)
     sampler.set_epoch(4)
@@ -172,7 +163,7 @@ def fit(root: str, window: int) -> Tensor:
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_with_batch_weight_an_update_is_the_mean_over_all_tokens(tmp_path: Path, ranks: int) -> None:
     by_hand, data = NextToken(), documents()
     optimizer = by_hand.configure_optimizers()
@@ -200,9 +191,7 @@ def test_with_batch_weight_an_update_is_the_mean_over_all_tokens(tmp_path: Path,
         (iter([3]), 8, "list_iterator"),
         ([5.0, 3.0], 8, "5.0"),
         ([5, 3.5], 8, "3.5"),
-        ([5, [3, 4]], 8, "[3, 4]"),
         ([3], 10.5, "max_tokens=10.5"),
-        ([3], "8", "max_tokens='8'"),
     ],
 )
 def test_what_cannot_be_batched_is_refused(lengths: Any, max_tokens: Any, name: str) -> None:

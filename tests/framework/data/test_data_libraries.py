@@ -68,9 +68,8 @@ def test_an_epoch_after_a_checkpoint_between_epochs_is_complete(tmp_path: Path, 
     assert read(again, 1) == epochs[1]
 
 
-@pytest.mark.parametrize("kind", ["torchdata"])
-def test_a_loader_that_does_not_shard_itself_continues_on_other_ranks(tmp_path: Path, kind: str) -> None:
-    make = maker(tmp_path, kind, 2)
+def test_a_loader_that_does_not_shard_itself_continues_on_other_ranks(tmp_path: Path) -> None:
+    make = maker(tmp_path, "torchdata", 2)
     whole = read(source(make, 0, 1), 0)
     position, states = interrupted([source(make, rank, 2) for rank in range(2)], 0, 3)
     for ranks in (1, 2, 3):

@@ -52,14 +52,14 @@ def fitted(
     return weights_of(module), module.seen, trainer.global_step, int(trainer.num_training_batches)
 
 
-@pytest.mark.parametrize("micro", [1, 3, 5, 8, None])
+@pytest.mark.parametrize("micro", [1, 3, 8, None])
 def test_a_step_equals_one_over_the_global_batch(micro: int | None) -> None:
     weights, seen, steps, batches = fitted(20, 8, micro)
 
     torch.testing.assert_close(weights, by_hand(20, 8, 2), rtol=1e-6, atol=1e-7)
     assert (steps, batches) == (6, 3)
     assert [rows for index, rows in seen[: len(seen) // 2] if index == 0] == {
-        1: [1] * 8, 3: [3, 3, 2], 5: [5, 3], 8: [8], None: [4, 4]
+        1: [1] * 8, 3: [3, 3, 2], 8: [8], None: [4, 4]
     }[micro]  # fmt: skip
     assert {index for index, _ in seen} == {0, 1, 2}
 
@@ -78,9 +78,9 @@ def test_workers_read_the_same_global_batches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (2, "zero1"), (2, "zero2"), (2, "zero3"), (3, "ddp"), (3, "fsdp")]
+    ("ranks", "strategy", "size", "micro"),
+    [(3, "ddp", 7, 2), (2, "fsdp", 12, 4), (3, "fsdp", 7, 2), (2, "zero2", 12, 4), (2, "zero3", 7, 2)],
 )
-@pytest.mark.parametrize(("size", "micro"), [(7, 2), (12, 4)])
 def test_any_number_of_ranks_makes_the_same_steps(ranks: int, strategy: str, size: int, micro: int) -> None:
     # The last global batch has one sample or ten: a rank may have none of it.
     results = run_on_ranks(ranks, fitted, 22, size, micro, strategy, ranks, timeout=120)

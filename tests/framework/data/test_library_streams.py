@@ -47,8 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shards")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in STREAMS), ("json+shuffled", 2), ("tar", 2)])
 def test_a_resumed_stream_continues_at_the_same_batch_on_any_number_of_ranks(
     root: Path, kind: str, workers: int
 ) -> None:
@@ -99,8 +98,7 @@ def test_a_shuffle_without_a_seed_is_reported(root: Path) -> None:
     assert "give its shuffling a seed" in note
 
 
-@pytest.mark.parametrize("kind", ["json", "json+shuffled"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("kind", "ranks"), [("json", 3), ("json+shuffled", 2)])
 def test_a_dataset_split_by_node_continues_on_the_same_number_of_ranks(root: Path, kind: str, ranks: int) -> None:
     # Two ranks take two of the four shards each; three ranks take every third sample.
     def make(rank: int, size: int) -> Any:

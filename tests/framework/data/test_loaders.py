@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, cast
 
 import pytest
 import torch
+from library_streams import read_by_ranks
 from messages import refuses
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
@@ -68,10 +70,8 @@ def read(given: TrainingSource, epoch: int = 0, position: dict[str, Any] | None 
 
 
 def in_turn(loader: Any, size: int, position: dict[str, Any] | None = None, epoch: int = 0) -> list[Any]:
-    """Return the batches of all ranks, those of one global micro-batch beside each other."""
-    rows = [read(source(loader, rank, size), epoch, position) for rank in range(size)]
-    assert len({len(row) for row in rows}) == 1
-    return [batch for together in zip(*rows, strict=True) for batch in together if batch is not NO_BATCH]
+    """Return the batches of all ranks, in the order of one process."""
+    return [values(batch) for batch in read_by_ranks(loader, size, epoch, position)]
 
 
 def flat(batches: list[Any]) -> list[int]:
@@ -94,42 +94,23 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_all_ranks_together_read_what_one_process_reads(kind: str) -> None:
-    alone = in_turn(LOADERS[kind](), 1)
-    for size in (2, 3):
-        assert flat(in_turn(LOADERS[kind](), size)) == flat(alone)
-
-
-@pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_resumed_epoch_continues_at_the_same_sample_on_any_number_of_ranks(kind: str, size: int) -> None:
     whole = flat(in_turn(LOADERS[kind](), 1, epoch=2))
-    first = source(LOADERS[kind](), 0, size)
-    rows = len(read(first, 2))
-    seen = 0
-    for consumed in range(rows + 1):
-        position = first.position_after(consumed)
-        rest = flat(in_turn(LOADERS[kind](), size, position, epoch=2))
-        assert rest == whole[seen:]
+    ranks = [source(LOADERS[kind](), rank, size) for rank in range(size)]
+    rows = list(zip(*(read(each, 2) for each in ranks), strict=True))
+    for consumed in range(len(rows) + 1):
+        seen = len(flat([batch for row in rows[:consumed] for batch in row if batch is not NO_BATCH]))
+        position = ranks[0].position_after(consumed)
+        ((unit, reached),) = position.items()
         for other in (1, 2, 3):
-            assert flat(in_turn(LOADERS[kind](), other, position, epoch=2)) == rest
+            assert flat(in_turn(LOADERS[kind](), other, position, epoch=2)) == whole[seen:]
             again = source(LOADERS[kind](), 0, other)
             length = again.len_batches(position)
             if length is not None:
                 left = len(read(again, 2, position))
                 assert again.batches_before(position) + left == length
-                assert again.position_after(length)[unit_of(position)] >= position[unit_of(position)]
-        if consumed < rows:
-            seen += len(flat([batch for batch in next_row(kind, size, position) if batch is not NO_BATCH]))
-
-
-def unit_of(position: dict[str, Any]) -> str:
-    (unit,) = position
-    return unit
-
-
-def next_row(kind: str, size: int, position: dict[str, Any]) -> list[Any]:
-    return [values(next(source(LOADERS[kind](), rank, size).start(2, position))) for rank in range(size)]
+                assert again.position_after(length)[unit] >= reached
 
 
 def test_a_resumed_position_counts_on_from_where_it_began() -> None:
@@ -312,21 +293,18 @@ def test_a_position_of_another_kind_of_loader_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("limit", [None, 0, 1, 4])
-def test_an_evaluation_deals_whole_batches_and_limits_count_for_all_ranks(
-    kind: str, size: int, limit: int | None
-) -> None:
+def test_an_evaluation_deals_whole_batches_and_limits_count_for_all_ranks(kind: str) -> None:
     alone = list(prepare_evaluation(LOADERS[kind](), rank=0, size=1).start())
-    dealt = []
-    for rank in range(size):
-        mine = prepare_evaluation(LOADERS[kind](), rank=rank, size=size)
-        batches = list(mine.start(limit=limit))
-        expected = mine.len_local(limit)
-        assert expected is None or expected >= len(batches)
-        assert mine.len_batches() in (None, len(alone))
-        dealt += [(number, values(batch)) for number, batch in batches]
-    assert sorted(dealt) == [(number, values(batch)) for number, batch in alone][:limit]
+    for size, limit in product((1, 2, 3), (None, 0, 1, 4)):
+        dealt = []
+        for rank in range(size):
+            mine = prepare_evaluation(LOADERS[kind](), rank=rank, size=size)
+            batches = list(mine.start(limit=limit))
+            expected = mine.len_local(limit)
+            assert expected is None or expected >= len(batches)
+            assert mine.len_batches() in (None, len(alone))
+            dealt += [(number, values(batch)) for number, batch in batches]
+        assert sorted(dealt) == [(number, values(batch)) for number, batch in alone][:limit]
 
 
 def test_an_evaluation_loads_its_own_batches_only_and_is_the_same_each_time() -> None:

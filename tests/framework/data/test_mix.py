@@ -14,16 +14,25 @@ from typing import Any
 
 import pytest
 import torch
-from library_streams import hugging_face, prepare_libraries
+from library_streams import (
+    hugging_face,
+    in_turn,
+    interrupted,
+    kept_state,
+    loader,
+    prepare_libraries,
+    read,
+    read_by_ranks,
+    resumed,
+    source,
+)
 from messages import refuses
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from phalanx import Mix
 from phalanx.framework.checkpoint.codec import decode, encode_inline
 from phalanx.framework.core.errors import ConfigurationError, DataError, UnknownNameError
-from phalanx.framework.data.combined_source import prepare_training
 from phalanx.framework.data.mix_schedule import LONGEST_PERIOD, MixSchedule
-from phalanx.framework.data.training_source import NO_BATCH
 
 WEIGHTS: list[list[float]] = [
     [1],
@@ -157,24 +166,18 @@ def test_a_number_of_samples_is_the_length_and_the_order_depends_on_seed_and_epo
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_and_workers_do_not_change_the_order_and_a_resume_is_exact(workers: int) -> None:
     mix = Mix({"a": named("a", 23), "b": named("b", 9)}, [3, 1], stop=31)
-
-    def rows(size: int, position: Any = None) -> list[str]:
-        loader = DataLoader(mix, batch_size=2, num_workers=workers)
-        parts = [list(prepare_training(loader, rank=r, size=size, seed=1).start(2, position)) for r in range(size)]
-        return [item for row in zip(*parts, strict=True) for batch in row if batch is not NO_BATCH for item in batch]
-
     mix.set_epoch(2)
     alone = [mix[index] for index in range(31)]
     for size in (1, 2, 3) if workers == 0 else (2,):
-        assert rows(size) == alone
-        assert rows(size, {"samples": 12}) == alone[12:]
+        assert list(chain(*read_by_ranks(loader(mix, workers), size, 2))) == alone
+        assert list(chain(*read_by_ranks(loader(mix, workers), size, 2, {"samples": 12}))) == alone[12:]
 
 
 def test_persistent_workers_get_the_epoch() -> None:
     mix = Mix({"a": named("a", 20), "b": named("b", 20)}, [1, 1])
-    loader = DataLoader(mix, batch_size=40, num_workers=1, persistent_workers=True)
-    source = prepare_training(loader, rank=0, size=1, seed=1)
-    epochs = [list(chain(*source.start(epoch))) for epoch in (0, 1)]
+    persistent = DataLoader(mix, batch_size=40, num_workers=1, persistent_workers=True)
+    given = source(lambda rank, size: persistent, 0, 1)
+    epochs = [list(chain(*given.start(epoch))) for epoch in (0, 1)]
     assert epochs[0] != epochs[1]
     mix.set_epoch(1)
     assert epochs[1] == [mix[index] for index in range(len(mix))]
@@ -228,8 +231,8 @@ def test_a_mixed_stream_resumes_at_each_sample(kind: type[Stream], stop: str | i
         assert again.state_dict() == state
         again.load_state_dict(state)
         assert list(again) == whole[consumed:]
-        source = again._sources[0]
-        assert source.read <= (sum(each[0] == "a" for each in whole[consumed:]) + 1 if kind is Stateful else 99)
+        first_source = again._sources[0]
+        assert first_source.read <= (sum(each[0] == "a" for each in whole[consumed:]) + 1 if kind is Stateful else 99)
         again.set_epoch(2)
         mix.set_epoch(2)
         assert list(again) == list(mix)
@@ -249,42 +252,30 @@ def test_a_state_of_another_epoch_begins_the_epoch() -> None:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def libraries() -> None:
     prepare_libraries()
-    return tmp_path_factory.mktemp("shards")
 
 
-@pytest.mark.parametrize("kind", ["json", "json+shuffled"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_mix_of_hugging_face_streams_resumes_in_a_loader(shards: Path, kind: str, size: int) -> None:
-    def source(rank: int, ranks: int) -> Any:
-        mix = Mix({"hf": hugging_face(shards, kind), "own": [{"id": -k} for k in range(1, 9)]}, [3, 1], stop="all")
-        return prepare_training(DataLoader(mix, batch_size=2), rank=rank, size=ranks, seed=1)
+def test_a_mix_of_hugging_face_streams_resumes_in_a_loader(libraries: None, tmp_path: Path) -> None:
+    def make(rank: int, size: int) -> Any:
+        streamed, own = hugging_face(tmp_path, "json+shuffled"), [{"id": -k} for k in range(1, 9)]
+        return loader(Mix({"hf": streamed, "own": own}, [3, 1], stop="all"))
 
-    whole = [batch["id"].tolist() for batch in source(0, 1).start(1)]
-    states = []
-    for rank in range(size):
-        former = source(rank, size)
-        batches = former.start(1)
-        for _ in range(4):
-            next(batches)
-        states.append(former.state_after(4))
-        assert "state" in states[-1]
+    whole = read(source(make, 0, 1), 1)
+    position, states = interrupted([source(make, rank, 2) for rank in range(2)], 1, 4)
+    assert kept_state(states)
     for ranks in (1, 2):
-        rest: list[Any] = []
-        for rank in range(ranks):
-            again = source(rank, ranks)
-            again.restore([states[rank]] if ranks == size else states, ranks == size)
-            rest.append([b["id"].tolist() for b in again.start(1, {"batches": 4 * size}) if b is not NO_BATCH])
-        assert rest == [whole[4 * size + rank :: ranks] for rank in range(ranks)]
+        rows, notes = resumed(make, ranks, 1, position, states)
+        assert in_turn(rows) == whole[8:]
+        assert notes == []
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_workers_share_a_number_of_samples(workers: int) -> None:
     mix = Mix({"a": Stream(named("a", 7)), "b": named("b", 9)}, [1, 1], stop=7)
-    loader = DataLoader(mix, batch_size=1, num_workers=workers)
+    given = DataLoader(mix, batch_size=1, num_workers=workers)
     for _ in range(2):
-        samples = [item for batch in loader for item in batch]
+        samples = [item for batch in given for item in batch]
         assert len(samples) == len(mix) == 7
         shares = [len(range(worker, 7, max(workers, 1))) for worker in range(max(workers, 1))]
         assert Counter(each[0] for each in samples)["a"] == sum(-(-share // 2) for share in shares)
@@ -326,7 +317,6 @@ def test_workers_split_what_has_indices() -> None:
         (([k] for k in range(3)), [1] * 3, {}, "generator"),
         (TensorDataset(torch.ones(2)), [1], {}, "TensorDataset"),
         ("ab", [1, 1], {}, "str"),
-        (5, [1], {}, "int"),
         ({"a": [1]}, [1], {"stop": "last"}, "stop='last'"),
         ({"a": [1]}, [1], {"stop": 0}, "stop=0"),
         ({"a": [1]}, lambda epoch: [1], {}, "stop='first'"),

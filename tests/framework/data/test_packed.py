@@ -6,22 +6,19 @@ import json
 import random
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from library_streams import hugging_face, prepare_libraries
+from library_streams import loader, read_by_ranks
 from messages import refuses
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from phalanx import Packed
 from phalanx.framework.checkpoint.codec import decode, encode_inline
 from phalanx.framework.core.errors import ConfigurationError, DataError
-from phalanx.framework.data.combined_source import prepare_training
 from phalanx.framework.data.packing import best_fit
-from phalanx.framework.data.training_source import NO_BATCH
 
 EOS = 1
 
@@ -152,10 +149,8 @@ def test_ranks_and_workers_do_not_change_the_sequences(workers: int) -> None:
     wanted = [each["input_ids"].tolist() for each in every(packed)]
 
     def rows(size: int, position: Any = None) -> list[list[int]]:
-        loader = DataLoader(packed, batch_size=2, num_workers=workers)
-        parts = [list(prepare_training(loader, rank=r, size=size, seed=9).start(3, position)) for r in range(size)]
-        together = [b for row in zip(*parts, strict=True) for b in row if b is not NO_BATCH]
-        return [row for batch in together for row in batch["input_ids"].tolist()]
+        batches = read_by_ranks(loader(packed, workers), size, 3, position)
+        return [row for batch in batches for row in batch["input_ids"].tolist()]
 
     for size in (1, 2, 3) if workers == 0 else (2,):
         assert rows(size) == wanted
@@ -181,34 +176,6 @@ def test_a_packed_stream_resumes_after_each_sequence(kind: Any, cut: bool) -> No
     again.set_epoch(1)
     again.load_state_dict(state)
     assert len(list(again)) == len(whole)
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prepare_libraries()
-    return tmp_path_factory.mktemp("shards")
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_packed_hugging_face_stream_resumes_in_a_loader(shards: Path, size: int) -> None:
-    def as_document(sample: dict[str, int]) -> dict[str, list[int]]:
-        return {"input_ids": [sample["id"]] * (sample["id"] % 5 + 1)}
-
-    def source(rank: int, ranks: int) -> Any:
-        packed = Packed(hugging_face(shards, "json").map(as_document), 8, eos=99)
-        return prepare_training(DataLoader(packed, batch_size=1), rank=rank, size=ranks, seed=1)
-
-    whole = [batch["input_ids"].tolist() for batch in source(0, 1).start(0)]
-    rest = []
-    for rank in range(size):
-        former = source(rank, size)
-        batches = former.start(0)
-        for _ in range(3):
-            next(batches)
-        again = source(rank, size)
-        again.restore([former.state_after(3)], True)
-        rest.append([b["input_ids"].tolist() for b in again.start(0, former.position_after(3)) if b is not NO_BATCH])
-    assert rest == [whole[3 * size + rank :: size] for rank in range(size)]
 
 
 class Attention(nn.Module):

@@ -124,7 +124,7 @@ def three_runs(strategy: str, ranks: int, root: Path, precision: str = "32-true"
     return found
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero2", "zero3"])
 def test_adapters_train_as_on_ordinary_layers_and_resume_exactly(strategy: str, tmp_path: Path) -> None:
     ranks = 1 if strategy == "single" else 2
     arguments = (strategy, ranks, tmp_path)
@@ -258,7 +258,7 @@ def codes_from_file(strategy: str, path: Path | None) -> bool:
     )
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_each_rank_reads_its_part_of_a_base_of_4_bits_from_a_file(strategy: str, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

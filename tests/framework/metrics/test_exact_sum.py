@@ -16,8 +16,7 @@ def numbers(count: int, spread: int) -> list[float]:
     return [generator.uniform(-1, 1) * 10.0 ** generator.randint(-spread, spread) for _ in range(count)]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 1024])
-@pytest.mark.parametrize("spread", [0, 8, 150])
+@pytest.mark.parametrize(("count", "spread"), [(0, 0), (1, 8), (7, 150), (1024, 0), (1024, 150)])
 def test_partials_hold_the_exact_sum(count: int, spread: int) -> None:
     values = numbers(count, spread)
     partials = partials_of(values)
@@ -25,10 +24,9 @@ def test_partials_hold_the_exact_sum(count: int, spread: int) -> None:
     assert total_of(partials) == total_of(values) == math.fsum(values)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_a_total_is_the_same_however_values_are_shared_out(ranks: int) -> None:
+def test_a_total_is_the_same_however_values_are_shared_out() -> None:
     values = numbers(1797, 20)
-    shares = [partials_of(values[rank::ranks]) for rank in range(ranks)]
+    shares = [partials_of(values[rank::7]) for rank in range(7)]
     assert total_of([partial for share in reversed(shares) for partial in share]) == total_of(values)
 
 

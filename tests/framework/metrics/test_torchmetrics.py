@@ -111,7 +111,7 @@ def validated(ranks: int, count: int) -> tuple[dict[str, float], dict[str, float
     return first, trainer.validate(module, batches(count, seed=1), verbose=False)[0]
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 22), (3, 5), (3, 7), (3, 101)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 22), (3, 5)])
 def test_metrics_over_ranks_are_those_of_one_process(ranks: int, count: int) -> None:
     expected = validated(1, count)
     assert {"accuracy", "error", "auroc", "correlation", "composed", "val_MulticlassRecall"} <= set(expected[0])
@@ -140,11 +140,10 @@ def only_accuracy(ranks: int, count: int) -> dict[str, float]:
     return numbers(trainer.callback_metrics)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_ranks_without_data_have_the_metrics_too(count: int) -> None:
-    expected = only_accuracy(1, count)
+def test_ranks_without_data_have_the_metrics_too() -> None:
+    expected = only_accuracy(1, 2)
     assert set(expected) == {"accuracy", "loss"}
-    assert run_on_ranks(3, only_accuracy, 3, count) == [expected] * 3
+    assert run_on_ranks(3, only_accuracy, 3, 2) == [expected] * 3
 
 
 def collectives(ranks: int) -> list[str]:
@@ -218,7 +217,7 @@ def shared_out(make: Callable[[], Metric], updates: list[tuple[Tensor, ...]], ra
     return values[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 @pytest.mark.parametrize("make", [CatMetric, MaxMetric, SpearmanCorrCoef, BinaryAUROC], ids=lambda m: m.__name__)
 def test_a_metric_shared_out_is_the_whole_one(make: Any, ranks: int) -> None:
     generator = torch.Generator().manual_seed(4)
@@ -276,7 +275,7 @@ class Kinds(Metric):
         return self.small.sum() + total + torch.stack(list(self.scalars)).sum() + self.flags.float().sum()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_states_of_any_dtype_and_shape_travel(ranks: int) -> None:
     updates: list[tuple[Tensor, ...]] = [(torch.full((index,), 1.0),) for index in range(1, 5)]
     whole = Kinds()
@@ -374,22 +373,19 @@ class ByHand(Classifier):
         self.mine.reset()
 
 
-def interrupted(ranks: int, directory: str) -> list[dict[str, float]]:
-    path = Path(directory) / "middle.ckpt"
+def interrupted(directory: Path) -> list[dict[str, float]]:
+    path = directory / "middle.ckpt"
     found = []
     for resumes in (False, True):
         callbacks = [] if resumes else [Interrupt(path, 2)]
-        trainer = silent_trainer(devices=ranks, max_epochs=2, callbacks=callbacks)
+        trainer = silent_trainer(devices=2, max_epochs=2, callbacks=callbacks)
         trainer.fit(ByHand(), batches(24, 2), ckpt_path=path if resumes else None)
         found.append(numbers(trainer.callback_metrics))
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_metrics_survive_a_checkpoint_in_mid_epoch(ranks: int, tmp_path: Path) -> None:
-    arguments = (ranks, str(tmp_path))
-    results = [interrupted(*arguments)] if ranks == 1 else run_on_ranks(ranks, interrupted, *arguments)
-    for whole, resumed in results:
+def test_metrics_survive_a_checkpoint_in_mid_epoch(tmp_path: Path) -> None:
+    for whole, resumed in run_on_ranks(2, interrupted, tmp_path):
         assert {"scores", "MulticlassRecall", "train_accuracy_epoch", "updates"} <= set(whole)
         assert whole["updates"] == 12
         assert resumed == whole
