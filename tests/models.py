@@ -110,6 +110,17 @@ def plain_steps(
     return losses
 
 
+def step_means(ranks: Sequence[Sequence[float]], windows: Sequence[int]) -> Tensor:
+    """Return the mean loss of each step, in which each rank has the losses of as many micro-batches as its window."""
+    losses = torch.tensor(ranks, dtype=torch.float64).mean(0)
+    return torch.stack([part.mean() for part in losses.split(list(windows))])
+
+
+def full_weights(module: nn.Module) -> Tensor | None:
+    """Return all weights in one vector; None on a rank that does not hold all of them."""
+    return None if any(parameter.is_meta for parameter in module.parameters()) else weights_of(module)
+
+
 def weights_of(module: nn.Module) -> Tensor:
     """Return all weights in one vector."""
     return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])

@@ -45,9 +45,9 @@ def trained(strategy: Any, ranks: int, window: int, parallel: dict[str, int]) ->
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, weights
 
 
+# test_meshes.py has replicas and accumulation.
 MESHES = [
     ("ddp", 2, 1, {"cp": 2}),
-    ("ddp", 4, 2, {"cp": 2}),
     ("fsdp", 4, 1, {"cp": 2, "dp_shard": 2}),
     ("fsdp", 4, 2, {"cp": 2, "tp": 2}),
     ("ddp", 4, 1, {"cp": 2, "tp": 2}),
@@ -175,7 +175,6 @@ def refused(kind: type[LongModel]) -> str:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (LongModel, "trained"),
         (Counts, "trained"),
         (Balances, "in training mode"),
         (ByHandAttention, "scaled_dot_product_attention"),
@@ -251,7 +250,7 @@ def looped(strategy: str, ranks: int, window: int) -> dict[str, Tensor]:
     return fabric.full_state_dict(model)
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "window"), [("ddp", 2, 1), ("ddp", 4, 2), ("fsdp", 2, 4)])
+@pytest.mark.parametrize(("strategy", "ranks", "window"), [("ddp", 4, 2), ("fsdp", 2, 4)])
 def test_a_hand_written_loop_trains_what_one_process_does(strategy: str, ranks: int, window: int) -> None:
     _, expected = by_hand(1, 0.3, STEPS, BATCH)
     found = run_on_ranks(ranks, looped, strategy, ranks, window)[0]
@@ -302,7 +301,7 @@ def attended(heads: int, keys: int) -> tuple[Tensor, Tensor]:
     return (found - strategy.part(expected, 2)).abs().max(), torch.stack(gradients).max()
 
 
-@pytest.mark.parametrize(("heads", "keys"), [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("heads", "keys"), [(4, 2), (4, 1)])
 def test_attention_of_parts_is_that_of_full_sequences(heads: int, keys: int) -> None:
     for output, gradients in run_on_ranks(2, attended, heads, keys):
         assert output < 1e-6

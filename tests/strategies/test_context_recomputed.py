@@ -34,7 +34,6 @@ def recomputed(strategy: str, ranks: int, parallel: dict[str, int], way: str) ->
     ("strategy", "ranks", "parallel", "way"),
     [
         ("ddp", 2, {"cp": 2}, "reentrant"),
-        ("ddp", 2, {"cp": 2}, "not reentrant"),
         ("fsdp", 2, {"cp": 2}, "blocks"),
         ("fsdp", 2, {"cp": 2}, "not reentrant"),
         ("pipeline", 4, {"pp": 2, "cp": 2}, "blocks"),

@@ -1,4 +1,4 @@
-"""Pipelines whose stages are sharded: what a rank holds, full gradients, clipping of values, freezing, refusals."""
+"""Pipelines whose stages are sharded: what a rank holds, full gradients, clipping of values, freezing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from language_model import Block, LanguageModel, token_loader, tokens
-from messages import refuses, says
+from messages import says
 from models import silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -218,33 +218,3 @@ def test_an_optimizer_of_full_parameters_is_refused() -> None:
     says(run_on_ranks(4, refused), "Whole", "'dp_replicate': ...")
 
 
-@pytest.mark.parametrize(
-    ("parallel", "words"),
-    [
-        ("pp=2,dp_shard=2,ep=2", ["dp_replicate, dp_shard, cp, tp and pp", "ep out"]),
-        ("pp=2,dp_shard=3", ["6 ranks"]),
-    ],
-)
-def test_other_axes_and_degrees_that_do_not_fit_are_refused(parallel: str, words: list[str]) -> None:
-    with refuses(ConfigurationError, *words):
-        fitted(Plain(), parallel=parallel)
-
-
-class Scalar(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-
-def test_parameters_without_dims_are_refused() -> None:
-    with refuses(ConfigurationError, "scale is", "dims"):
-        fitted(Scalar())
-
-
-class Unplanned(Plain):
-    configure_tensor_parallel = None  # type: ignore[assignment]
-
-
-def test_layers_without_a_plan_are_refused() -> None:
-    with refuses(ConfigurationError, "Unplanned.configure_tensor_parallel"):
-        fitted(Unplanned(), parallel="pp=2,tp=2")

@@ -86,8 +86,6 @@ def by_hand(kind: str) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("kind", "ranks", "parallel"),
     [
-        ("gpt2", 2, "pp=2"),
-        ("llama", 2, "pp=2"),
         ("tied", 2, "pp=2"),
         ("gpt2", 4, "pp=2,dp_shard=2"),
         ("llama", 4, "pp=2,tp=2"),

@@ -69,7 +69,6 @@ def whole_and_resumed(strategy: str, path: str, arguments: dict[str, Any]) -> bo
 @pytest.mark.parametrize(
     ("strategy", "arguments"),
     [
-        ("ddp", {}),
         ("ddp", {"accumulate_grad_batches": 2}),
         ("ddp_find_unused_parameters_true", {}),
         ("fsdp", {}),
