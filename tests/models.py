@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Trainer, TrainModule
+from phalanx.errors import ConfigurationError, LoopError
 
 # A Trainer that writes and prints nothing.
 SILENT: dict[str, Any] = {
@@ -83,6 +85,15 @@ def loader(count: int = 64, batch_size: int = 4, **arguments: Any) -> DataLoader
 def silent_trainer(**arguments: Any) -> Trainer:
     """Return a Trainer that writes and prints nothing, unless told otherwise."""
     return Trainer(**{**SILENT, **arguments})
+
+
+def leave_after_refusal(attempt: Callable[[], Any]) -> NoReturn:
+    """Print the refusal of an attempt and end this rank, so that no other one waits for it."""
+    try:
+        attempt()
+    except (ConfigurationError, LoopError) as error:
+        print(error, flush=True)
+    os._exit(1)
 
 
 def windows_of(size: int, windows: Sequence[int], steps: int) -> list[slice]:

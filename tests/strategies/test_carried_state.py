@@ -8,6 +8,7 @@ import pytest
 import torch
 from odd_runs import Recipe, along, by_hand, tensors_of, train
 
+
 @pytest.mark.parametrize(
     ("recipe", "chain"),
     [

@@ -165,7 +165,8 @@ def edited(place: str | None) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("place", "ranks"), [("zero1", 2), ("zero2", 3), ("zero3", 3), ("zero3", 1), ("zero2-offload", 2), ("zero3-offload", 2)]
+    ("place", "ranks"),
+    [("zero1", 2), ("zero2", 3), ("zero3", 3), ("zero3", 1), ("zero2-offload", 2), ("zero3-offload", 2)],
 )
 def test_the_state_of_the_optimizer_is_read_and_written(place: str, ranks: int) -> None:
     expected = edited(None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from long_sequences import LENGTH, LongModel, loader, rows
@@ -80,15 +79,18 @@ def counted(forward: Any, rows: list[int]) -> Any:
     return run
 
 
-def predicted(batches: int) -> int:
+def predicted(strategy: str, ranks: int) -> tuple[int, list[Any]]:
+    """Predict the losses of five batches of two sequences; return the rows of this rank's experts and the losses."""
     rows: list[int] = []
-    module = Counts(rows)
-    silent_trainer(strategy="fsdp", devices=2, parallel={"ep": 2}, verbose=False).predict(
-        module, loader(2, 2 * batches)
-    )
-    return sum(rows)
+    parallel = {"ep": ranks} if ranks > 1 else None
+    trainer = silent_trainer(strategy=strategy, devices=ranks, parallel=parallel, verbose=False)
+    losses = trainer.predict(Counts(rows), loader(2, 10))
+    return sum(rows), losses or []
 
 
 def test_evaluation_computes_the_tokens_of_each_batch_once() -> None:
     # Of five batches the first rank has three, and the second one two and a filler; two experts for each token.
-    assert sum(run_on_ranks(2, predicted, 5)) == 5 * 2 * LENGTH * 2 * len(Counts([]).blocks)
+    (first, losses), (second, _) = run_on_ranks(2, predicted, "fsdp", 2)
+    assert first + second == 5 * 2 * LENGTH * 2 * len(Counts([]).blocks)
+    _, expected = predicted("single", 1)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=0)

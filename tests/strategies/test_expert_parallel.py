@@ -197,25 +197,6 @@ def test_a_rank_without_tokens_for_its_experts_or_without_a_batch_takes_part() -
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
-class Predicts(LongModel):
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-
-def predicted(parallel: dict[str, int] | None) -> Any:
-    trainer = silent_trainer(
-        strategy="fsdp" if parallel else "single", devices=2 if parallel else 1, parallel=parallel, verbose=False
-    )
-    found = trainer.predict(Predicts(experts=EXPERTS), loader(1, 7))
-    return [] if found is None else found
-
-
-def test_predictions_of_an_odd_number_of_batches() -> None:
-    expected = predicted(None)
-    found = run_on_ranks(2, predicted, {"ep": 2})
-    torch.testing.assert_close(torch.stack(found[0]), torch.stack(expected), rtol=1e-5, atol=0)
-
-
 class Breaks(LongModel):
     """Has a loss that is not finite in one step, on one rank."""
 

@@ -238,9 +238,7 @@ def probed(strategy: str, ranks: int, automatic: bool) -> list[Tensor]:
     return module.seen
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "automatic"), [("fsdp", 2, True), ("fsdp", 3, False), ("hsdp", 2, True)]
-)
+@pytest.mark.parametrize(("strategy", "ranks", "automatic"), [("fsdp", 2, True), ("fsdp", 3, False), ("hsdp", 2, True)])
 def test_hooks_call_a_sharded_module_and_its_parts(strategy: str, ranks: int, automatic: bool) -> None:
     expected = probed("single", 1, automatic)
     for found in run_on_ranks(ranks, probed, strategy, ranks, automatic):

@@ -43,9 +43,7 @@ def two_fits(first: str, second: str) -> tuple[list[float], dict[str, Tensor] | 
     return module.losses, weights(module.gpt) if is_first else None, [*tied, *(whole if is_first else [])]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("fsdp", "ddp_find_unused_parameters_true"), ("fsdp+tp", "fsdp+tp")]
-)
+@pytest.mark.parametrize(("first", "second"), [("fsdp", "ddp_find_unused_parameters_true"), ("fsdp+tp", "fsdp+tp")])
 def test_a_second_fit_continues_from_the_weights_of_the_first(first: str, second: str) -> None:
     results = run_on_ranks(2, two_fits, first, second)
     losses, expected = two_fits_by_hand()
@@ -78,7 +76,9 @@ def evaluated(arguments: dict[str, Any]) -> tuple[float, list[Tensor], list[str]
     )
 
 
-@pytest.mark.parametrize("arguments", [{"gather_weights": "rank_zero"}, {"gather_weights": "none"}, {"tensor_parallel": 2}])
+@pytest.mark.parametrize(
+    "arguments", [{"gather_weights": "rank_zero"}, {"gather_weights": "none"}, {"tensor_parallel": 2}]
+)
 def test_validate_and_predict_after_a_fit(arguments: dict[str, Any]) -> None:
     x, y = token_data().tensors
     gpt = small_gpt()

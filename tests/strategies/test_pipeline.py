@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from language_model import LanguageModel, token_loader, tokens
-from models import plain_steps, silent_trainer, weights_of
+from language_model import LanguageModel, SGDModel, token_loader, tokens
+from models import full_weights, plain_steps, silent_trainer, step_means, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,8 +21,8 @@ GLOBAL_BATCH, CLIP = 8, 0.5
 WINDOWS = (4, 1, 2)
 STEPS = 2 * len(WINDOWS)
 ROWS = GLOBAL_BATCH * STEPS
-# Schedule, blocks of the model (five are not divided evenly), ranks, and how they are used. test_meshes.py has 1F1B with
-# shards and with tensor parallelism.
+# Schedule, blocks of the model (five are not divided evenly), ranks, and how they are used. 1F1B with shards or tensor
+# parallelism alone is in test_meshes.py.
 LAYOUTS = [
     ("gpipe", 4, 2, "pp=2"),
     ("1f1b", 5, 2, "pp=2"),
@@ -36,13 +36,6 @@ LAYOUTS = [
     ("zero-bubble-v", 4, 4, "pp=2,tp=2"),
     ("1f1b", 2, 8, "pp=2,tp=2,dp_shard=2"),
 ]
-
-
-class Model(LanguageModel):
-    """Is updated by SGD: the size of its gradients matters, and DTensor has few operators to prepare."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
 
 
 def trainer_on(ranks: int, schedule: str, parallel: str, **settings: Any) -> Any:
@@ -59,22 +52,18 @@ def micro_batches(shards: int) -> list[list[Tensor]]:
 
 
 def trained(schedule: str, blocks: int, ranks: int, parallel: str) -> tuple[list[float], float | None]:
-    module = Model(blocks=blocks)
+    module = SGDModel(blocks)
     accumulation = AccumulationSchedule.cycle(WINDOWS)
     settings = {"max_steps": STEPS, "accumulate_grad_batches": accumulation, "gradient_clip_val": CLIP}
     trainer = trainer_on(ranks, schedule, parallel, **settings)
     batches = micro_batches(trainer.fabric.resources.data_size)
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     losses = list(module.losses)
-    return losses, None if is_partial(module) else module.loss(tokens(64, seed=5)).item()
-
-
-def is_partial(module: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in module.parameters())
+    return losses, None if full_weights(module) is None else module.loss(tokens(64, seed=5)).item()
 
 
 def by_hand(blocks: int) -> tuple[list[float], float]:
-    module = Model(blocks=blocks)
+    module = SGDModel(blocks)
     losses = plain_steps(module.configure_optimizers(), module.loss, tokens(ROWS).split(GLOBAL_BATCH), CLIP)
     return losses, module.loss(tokens(64, seed=5)).item()
 
@@ -84,10 +73,9 @@ def test_a_pipeline_trains_as_one_process(schedule: str, blocks: int, ranks: int
     results = run_on_ranks(ranks, trained, schedule, blocks, ranks, parallel, timeout=120.0)
     layout = resolve_degrees(parallel).lay_out(ranks)
     # The first rank of each pipeline computes the losses, and rank 0 has all weights in the end.
-    seen = torch.stack([torch.tensor(losses) for losses, _ in results[:: layout.copies]]).mean(0)
-    windows = seen.split([WINDOWS[step % len(WINDOWS)] for step in range(STEPS)])
+    seen = step_means([losses for losses, _ in results[:: layout.copies]], 2 * WINDOWS)
     losses, final = by_hand(blocks)
-    torch.testing.assert_close(torch.stack([part.mean() for part in windows]), torch.tensor(losses), rtol=1e-5, atol=0)
+    assert seen.tolist() == pytest.approx(losses, rel=1e-5)
     assert results[0][1] == pytest.approx(final, rel=1e-5)
     # The list that the step appends to is that of the last stage on all ranks of a pipeline.
     firsts = [results[rank - rank % layout.copies] for rank in range(ranks)]
@@ -97,7 +85,7 @@ def test_a_pipeline_trains_as_one_process(schedule: str, blocks: int, ranks: int
 # ---- windows of uneven weights and shapes ---------------------------------------------------------------------------
 
 
-class Weighted(Model):
+class Weighted(SGDModel):
     """Weighs batches by their tokens, and notes what it is given."""
 
     def batch_weight(self, batch: Any) -> float:
@@ -127,7 +115,7 @@ def trained_ragged(parallel: str, ranks: int) -> tuple[Tensor | None, dict[str, 
     batches = ragged()
     trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return None if is_partial(module) else weights_of(module), seen
+    return full_weights(module), seen
 
 
 def ragged_by_hand(ranks: int) -> tuple[Tensor, dict[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 from language_model import LanguageModel, token_loader
 from messages import refuses
-from models import Regressor, loader, silent_trainer
+from models import Regressor, leave_after_refusal, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
 from phalanx import TrainModule
-from phalanx.errors import ConfigurationError, LoopError, UnknownNameError
+from phalanx.errors import ConfigurationError, UnknownNameError
 from phalanx.strategies import FSDPStrategy, PipelineStrategy
 
 
@@ -175,13 +174,8 @@ class Gathering(LanguageModel):
 
 
 def leaving(name: str) -> None:
-    """Print the refusal and end the rank, so that others do not wait for it."""
     module = globals()[name](*([4] if name == "Auxiliary" else []))
-    try:
-        fit(module, loader() if name == "OfPairs" else None)
-    except (LoopError, ConfigurationError) as error:
-        print(error, flush=True)
-    os._exit(1)
+    leave_after_refusal(lambda: fit(module, loader() if name == "OfPairs" else None))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from language_model import LanguageModel, token_loader, tokens
+from language_model import SGDModel, token_loader, tokens
 from models import plain_steps, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -29,11 +29,8 @@ def pipelined(ranks: int = 2, schedule: str = "1f1b", parallel: str = "pp=2", **
     return silent_trainer(devices=ranks, strategy=strategy, parallel=parallel, **arguments)
 
 
-class Plain(LanguageModel):
-    """Is trained by SGD, validates and predicts."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks=4)
+class Plain(SGDModel):
+    """Validates and predicts."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -43,9 +40,6 @@ class Plain(LanguageModel):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         best: Tensor = self(batch).argmax(-1)
         return best
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
 def rows_loader(count: int = 14) -> DataLoader[Any]:

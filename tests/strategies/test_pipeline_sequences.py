@@ -9,7 +9,7 @@ import pytest
 import torch
 from long_sequences import IGNORED, LongModel, by_hand, loader, rows
 from messages import says
-from models import silent_trainer
+from models import leave_after_refusal, silent_trainer
 from ranks import run_on_ranks
 from test_context_parallel import ByHandAttention, CountsRows, OwnPositions
 from torch import Tensor
@@ -25,12 +25,13 @@ BATCH, CLIP = 8, 0.3
 # The micro-batches of each window.
 WINDOWS = (4, 1, 2)
 STEPS = len(WINDOWS)
-# Schedule, blocks of the model. test_meshes.py has 1F1B, and test_pipeline.py the others without parts of sequences.
-SCHEDULES = [("interleaved-1f1b", 4), ("zero-bubble-v", 4)]
+# Schedule, blocks of the model, and whether activations are computed again. test_meshes.py has 1F1B, and
+# test_pipeline.py the others without parts of sequences.
+SCHEDULES = [("interleaved-1f1b", 4, None), ("zero-bubble-v", 4, None), ("1f1b", 4, "blocks")]
 
 
 def trained(
-    schedule: str | None, blocks: int, ranks: int, parallel: str | None
+    schedule: str | None, blocks: int, ranks: int, parallel: str | None, memory: str | None = None
 ) -> tuple[list[tuple[float, float]], dict[str, float], dict[str, Tensor]]:
     """Train on ranks, or without a schedule in one process; return the sums, the metrics and the weights held here."""
     module = LongModel(blocks=blocks)
@@ -42,6 +43,7 @@ def trained(
         accumulate_grad_batches=AccumulationSchedule.cycle(WINDOWS),
         gradient_clip_val=CLIP,
         limit_train_batches=sum(WINDOWS),
+        memory=memory,
         num_sanity_val_steps=0,
     )
     share = BATCH // trainer.fabric.resources.data_size
@@ -60,9 +62,9 @@ def chunks(given: list[Any], size: int) -> list[list[Any]]:
     return [given[first : first + size] for first in range(0, len(given), size)]
 
 
-def check(schedule: str, blocks: int, ranks: int, parallel: str) -> None:
+def check(schedule: str, blocks: int, ranks: int, parallel: str, memory: str | None = None) -> None:
     """Compare the losses, the final weights and the metrics with those of one process."""
-    results = run_on_ranks(ranks, trained, schedule, blocks, ranks, parallel, timeout=120.0)
+    results = run_on_ranks(ranks, trained, schedule, blocks, ranks, parallel, memory, timeout=120.0)
     losses, expected = by_hand(1, CLIP, STEPS, BATCH, blocks=blocks)
     layout = resolve_degrees(parallel).lay_out(ranks)
     # Ranks of a pipeline have the sums of its last stage.
@@ -80,10 +82,12 @@ def check(schedule: str, blocks: int, ranks: int, parallel: str) -> None:
             assert metrics == pytest.approx(single, rel=1e-5)
 
 
-@pytest.mark.parametrize(("schedule", "blocks"), SCHEDULES)
-def test_each_schedule_trains_parts_without_targets_as_one_process(schedule: str, blocks: int) -> None:
+@pytest.mark.parametrize(("schedule", "blocks", "memory"), SCHEDULES)
+def test_each_schedule_trains_parts_without_targets_as_one_process(
+    schedule: str, blocks: int, memory: str | None
+) -> None:
     # Micro-batches of two sequences, of which every other one has no target in its first part.
-    check(schedule, blocks, 4, "pp=2,cp=2")
+    check(schedule, blocks, 4, "pp=2,cp=2", memory)
 
 
 def test_eight_ranks_train_as_one_process() -> None:
@@ -175,7 +179,11 @@ def test_a_model_that_parts_would_train_wrongly_is_refused(kind: type[LongModel]
     says(run_on_ranks(4, refused, kind), words)
 
 
+def leaving(kind: type[LongModel]) -> None:
+    leave_after_refusal(lambda: fitted(kind))
+
+
 def test_a_step_that_leaves_blocks_out_for_a_part_is_refused() -> None:
     with pytest.raises(AssertionError) as caught:
-        run_on_ranks(4, fitted, ReturnsEarly)
+        run_on_ranks(4, leaving, ReturnsEarly)
     assert "returned before it had called the blocks of the model, for a part of sequences" in str(caught.value)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from semantic_cells import ACTIONS, REFUSED, RIGHT, WRONG, Cell, Layout, Verdict, tried
-from semantics import cells, sentences, spread, table
+from semantic_cells import REFUSED, RIGHT, WRONG, Cell, Layout, Verdict, tried
+from semantics import cells, sentences, table
 
 # What a rank imports first is part of the time of its first cell.
 SECONDS = 60.0
@@ -162,20 +162,6 @@ def test_a_strategy_of_another_package_is_judged(strategy: str, word: str, what:
 def test_ranks_that_wait_are_wrong() -> None:
     verdict = tried(Cell("`clamp_` of all weights", BETWEEN, Layout("odd_strategies:Waiting", 2)), 0.5)
     assert (verdict.word, "hang" in verdict.what) == (WRONG, True)
-
-
-def test_every_action_is_done_at_its_moments_under_every_strategy() -> None:
-    whole, default = cells(), spread()
-    assert {(each.action, each.layout.strategy) for each in whole} == {
-        (each.action, each.layout.strategy) for each in default
-    }
-    assert set(default) < set(whole)
-    assert {(each.action, each.moment) for each in default} == {
-        (name, moment) for name, action in ACTIONS.items() for moment in action.moments
-    }
-    assert cells(["mine:Own"], [3], ["clamp"], [BETWEEN]) == [
-        Cell("`clamp_` of all weights", BETWEEN, Layout("mine:Own", 3))
-    ]
 
 
 def test_the_table_counts_what_differs_and_lists_the_sentences() -> None:

@@ -76,9 +76,7 @@ def on_ranks(given: Any, strategy: str, ranks: int, parallel: dict[str, int]) ->
     return trained(given, strategy, ranks, parallel=parallel)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tied", "strategy"), [("llama", False, "fsdp"), ("qwen3", True, "ddp")]
-)
+@pytest.mark.parametrize(("kind", "tied", "strategy"), [("llama", False, "fsdp"), ("qwen3", True, "ddp")])
 def test_a_model_is_split_by_its_own_plan(kind: str, tied: bool, strategy: str) -> None:
     losses, weights = trained(config(kind, tied), "single", 1)
     for own, full in run_on_ranks(2, on_ranks, config(kind, tied), strategy, 2, {"tp": 2}):
