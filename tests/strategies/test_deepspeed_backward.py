@@ -139,7 +139,7 @@ def loops_on_rank(place: str, precision: str) -> dict[str, Tensor]:
     [
         *((place, 2, "32-true") for place in PLACES),
         ("zero3", 3, "32-true"),
-        *((place, 2, "bf16-mixed") for place in ("zero2", "zero3-offload")),
+        *((place, 2, "bf16-mixed") for place in ("zero1", "zero3-offload")),
     ],
 )
 def test_backward_passes_before_an_update_add_up(place: str, ranks: int, precision: str) -> None:

@@ -177,7 +177,7 @@ def in_bf16(strategy: str, ranks: int) -> list[dict[str, Tensor]]:
     return [trained(strategy, ranks, actions, precision="bf16-mixed") for actions in cases]
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_changes_apply_to_the_masters_of_a_lower_dtype(strategy: str) -> None:
     expected = in_bf16("single", 1)
     torch.testing.assert_close(run_on_ranks(2, in_bf16, strategy, 2)[0], expected, rtol=0.02, atol=0.02)

@@ -20,6 +20,13 @@ from phalanx.strategies import FSDPStrategy
 STEPS, BATCH, EXPERTS = 3, 16, 6
 
 
+def trainer_on(parallel: dict[str, int] | None, **settings: Any) -> Any:
+    """Return a Trainer for FSDP on two ranks, which have all weights in the end; without degrees for one process."""
+    strategy = FSDPStrategy(gather_weights="all") if parallel else "single"
+    ranks = 2 if parallel else 1
+    return silent_trainer(strategy=strategy, devices=ranks, parallel=parallel, verbose=False, **settings)
+
+
 class Shapes(Callback):
     """Notes the shapes of this rank's experts, and the layer's own number of experts."""
 
@@ -68,12 +75,6 @@ def averaged_by_hand() -> dict[str, Tensor]:
     return {name: each.detach() for name, each in average.module.named_parameters()}
 
 
-@cache
-def sharded(**settings: Any) -> Any:
-    """Train the model with FSDP alone."""
-    return run_on_ranks(2, trained, {}, settings, {})
-
-
 @pytest.mark.parametrize(
     ("settings", "strategy", "tolerance"),
     [
@@ -86,7 +87,7 @@ def sharded(**settings: Any) -> Any:
 def test_weights_metrics_and_averages_are_those_of_fsdp(
     settings: dict[str, Any], strategy: dict[str, Any], tolerance: float
 ) -> None:
-    plain = sharded(**settings)
+    plain = run_on_ranks(2, trained, {}, settings, {})
     expected = averaged_by_hand()
     for (weights, metrics, seen), (others, wanted, _) in zip(
         run_on_ranks(2, trained, {"ep": 2}, settings, strategy), plain, strict=True
@@ -114,12 +115,8 @@ class BuiltLater(LongModel):
 
 
 def built(parallel: dict[str, int] | None) -> list[tuple[float, float]]:
-    ranks = 2 if parallel else 1
     module = BuiltLater()
-    trainer = silent_trainer(
-        strategy="fsdp" if parallel else "single", devices=ranks, parallel=parallel, max_steps=3, verbose=False
-    )
-    trainer.fit(module, loader(8 // ranks))
+    trainer_on(parallel, max_steps=3).fit(module, loader(4 if parallel else 8))
     return module.sums
 
 
@@ -152,8 +149,7 @@ class SameNumbers(LongModel):
 
 def numbers() -> Any:
     module = SameNumbers()
-    trainer = silent_trainer(strategy="fsdp", devices=2, parallel={"ep": 2}, max_steps=1, verbose=False)
-    trainer.fit(module, loader(4))
+    trainer_on({"ep": 2}, max_steps=1).fit(module, loader(4))
     return module.seen
 
 
@@ -178,15 +174,7 @@ class OneForAll(LongModel):
 
 def skewed(parallel: dict[str, int] | None, count: int) -> Any:
     module = OneForAll()
-    trainer = silent_trainer(
-        strategy=FSDPStrategy(gather_weights="all") if parallel else "single",
-        devices=2 if parallel else 1,
-        parallel=parallel,
-        max_epochs=1,
-        gradient_clip_val=0.3,
-        verbose=False,
-    )
-    trainer.fit(module, loader(8 // trainer.fabric.resources.data_size, count))
+    trainer_on(parallel, max_epochs=1, gradient_clip_val=0.3).fit(module, loader(4 if parallel else 8, count))
     return {name: each.detach() for name, each in module.named_parameters()}
 
 
@@ -207,14 +195,7 @@ class Breaks(LongModel):
 
 def guarded() -> int:
     module = Breaks(experts=EXPERTS)
-    trainer = silent_trainer(
-        strategy=FSDPStrategy(gather_weights="all"),
-        devices=2,
-        parallel={"ep": 2},
-        max_steps=4,
-        nonfinite="skip",
-        verbose=False,
-    )
+    trainer = trainer_on({"ep": 2}, max_steps=4, nonfinite="skip")
     trainer.fit(module, loader(4))
     assert all(each.isfinite().all() for each in module.parameters())
     return trainer.global_step
@@ -267,22 +248,10 @@ class Unnamed(TrainModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         transformers = pytest.importorskip("transformers")
-        config = transformers.AutoConfig.for_model(
-            kind,
-            vocab_size=29,
-            hidden_size=16,
-            intermediate_size=24,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=4,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            decoder_sparse_step=1,
-        )
+        sizes = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "moe_intermediate_size": 24}
+        sizes |= {"shared_expert_intermediate_size": 8, "num_experts": 4, "num_local_experts": 4}
+        config = transformers.AutoConfig.for_model(kind, **sizes, num_experts_per_tok=2, decoder_sparse_step=1)
         torch.manual_seed(5)
         self.net: Any = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
@@ -300,18 +269,10 @@ class Unnamed(TrainModule):
 
 
 def tuned(kind: str, implementation: str, parallel: dict[str, int] | None) -> Any:
-    ranks = 2 if parallel else 1
     module = Unnamed(kind)
     module.net.set_experts_implementation(implementation)
-    trainer = silent_trainer(
-        strategy=FSDPStrategy(gather_weights="all") if parallel else "single",
-        devices=ranks,
-        parallel=parallel,
-        max_steps=6,
-        gradient_clip_val=0.5,
-        verbose=False,
-    )
-    trainer.fit(module, loader(4 // ranks, padded=False))
+    trainer = trainer_on(parallel, max_steps=6, gradient_clip_val=0.5)
+    trainer.fit(module, loader(2 if parallel else 4, padded=False))
     return module.sums, {name: each.detach() for name, each in module.named_parameters()}
 
 

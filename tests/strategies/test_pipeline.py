@@ -24,11 +24,8 @@ ROWS = GLOBAL_BATCH * STEPS
 # Schedule, blocks of the model (five are not divided evenly), ranks, and how they are used. 1F1B with shards or tensor
 # parallelism alone is in test_meshes.py.
 LAYOUTS = [
-    ("gpipe", 4, 2, "pp=2"),
     ("1f1b", 5, 2, "pp=2"),
     ("interleaved-1f1b", 4, 2, "pp=2"),
-    ("zero-bubble", 4, 2, "pp=2"),
-    ("zero-bubble-v", 5, 2, "pp=2"),
     ("zero-bubble", 4, 4, "pp=4"),
     ("gpipe", 4, 4, "pp=2,dp_replicate=2"),
     ("interleaved-1f1b", 4, 4, "pp=2,dp_shard=2"),
