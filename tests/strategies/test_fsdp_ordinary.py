@@ -82,6 +82,7 @@ def reads(module: Any) -> None:
         module.seen += [found.norm().item(), float(found.abs().mean()), found.sum().tolist(), float(found.numel())]
         module.seen += [float(found.cpu().max()), float(found.square().sum().sqrt()), float((found > 0).sum())]
         module.seen.append(float(torch.linalg.matrix_norm(found, "nuc")) if found.dim() == 2 else 0.0)
+        module.seen.append(float(found.numpy().std()))
         module.log(f"norm_{number}", each.norm(), on_step=False, on_epoch=True)
     module.seen.append(float(nn.utils.parameters_to_vector(module.blocks.parameters()).detach().cpu()[3]))
 

@@ -19,6 +19,7 @@ SAMPLE = {
         ("`p.register_hook` that masks rows", "__init__"),
         ("full backward hook that scales the gradient", "on_fit_start"),
         ("two losses with separate backward passes", STEP),
+        ("two backward passes with `retain_graph=True`", STEP),
         ("layers called without `forward` of the module", STEP),
         ("penalty on all `parameters()`", STEP),
         ("`functional_call` with scaled weights", STEP),
