@@ -202,14 +202,8 @@ def test_layers_are_left_out_by_name_or_by_a_function(skip: Any) -> None:
     [
         (lambda: Float8Mixed("head"), "skip='head'"),
         (lambda: Float8Mixed(recipe="rowwize"), "recipe='rowwize'"),
-        (
-            lambda: Float8Mixed(["blocks.0.qery"]).convert_module(LanguageModel()),
-            "'blocks.0.qery'",
-        ),
-        (
-            lambda: silent_trainer(precision="fp8", max_steps=1).fit(Regressor(), loader()),
-            "precision='fp8-mixed'",
-        ),
+        (lambda: Float8Mixed(["blocks.0.qery"]).convert_module(LanguageModel()), "'blocks.0.qery'"),
+        (lambda: silent_trainer(precision="fp8", max_steps=1).fit(Regressor(), loader()), "precision='fp8-mixed'"),
         (lambda: silent_trainer(precision="fp8", strategy="zero2"), "precision='fp8-mixed'"),
         (
             lambda: silent_trainer(precision="fp8", strategy=FSDPStrategy(tensor_parallel=2), devices=2),

@@ -72,9 +72,7 @@ def by_hand() -> list[float]:
             parameter.copy_(rounded(parameter))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     return plain_steps(
-        optimizer,
-        lambda batch: nn.functional.mse_loss(net(rounded(batch[0])), rounded(batch[1])),
-        loader(8 * STEPS, 8),
+        optimizer, lambda batch: nn.functional.mse_loss(net(rounded(batch[0])), rounded(batch[1])), loader(8 * STEPS, 8)
     )
 
 

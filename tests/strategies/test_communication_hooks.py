@@ -192,11 +192,7 @@ def refused_by_a_fabric() -> str:
 
 
 @pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (refused_by_a_trainer, "ddp_comm_hook"),
-        (refused_by_a_fabric, "ddp_comm_state"),
-    ],
+    ("function", "name"), [(refused_by_a_trainer, "ddp_comm_hook"), (refused_by_a_fabric, "ddp_comm_state")]
 )
 def test_a_hook_that_cannot_work_is_refused(function: Any, name: str) -> None:
     says(run_on_ranks(2, function), name)

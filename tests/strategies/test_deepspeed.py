@@ -53,10 +53,7 @@ class Module(MixtureModule):
 
 
 def by_hand(
-    net: nn.Module,
-    rows: Tensor,
-    kind: str = "adamw",
-    windows: Sequence[int] = WINDOWS,
+    net: nn.Module, rows: Tensor, kind: str = "adamw", windows: Sequence[int] = WINDOWS
 ) -> tuple[list[float], list[float]]:
     """Train a step for each window in one process; return losses and norms."""
     optimizer = optimizer_of(net, kind)
@@ -261,8 +258,7 @@ def built_inside(place: dict[str, Any], precision: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("place", "precision"),
-    [("zero2", "32-true"), ("zero3-offload", "32-true"), ("zero3", "bf16-mixed")],
+    ("place", "precision"), [("zero2", "32-true"), ("zero3-offload", "32-true"), ("zero3", "bf16-mixed")]
 )
 def test_a_model_is_built_from_rank_zero_weights_where_it_is_split(place: str, precision: str) -> None:
     results = run_on_ranks(2, built_inside, PLACES[place], precision)

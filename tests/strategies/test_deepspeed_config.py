@@ -268,10 +268,7 @@ def test_an_unsupported_precision_is_refused(precision: str, device: str) -> Non
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin": 1}}},
             "zero_optimization.offload_optimizer.pin",
         ),
-        (
-            {"zero_optimization": {"reduce_bucket_size": "big", "allgather_bucket_size": -1}},
-            "allgather_bucket_size=-1",
-        ),
+        ({"zero_optimization": {"reduce_bucket_size": "big", "allgather_bucket_size": -1}}, "allgather_bucket_size=-1"),
         ({"comms_logger": {"enabld": True}}, "comms_logger.enabld"),
         ({"tensorboard": {"enabled": "perhaps"}}, "tensorboard.enabled='perhaps'"),
         ({"communication_data_type": "fp99"}, "Got: fp99"),

@@ -277,8 +277,7 @@ def tuned(kind: str, implementation: str, parallel: dict[str, int] | None) -> An
 
 
 @pytest.mark.parametrize(
-    ("kind", "implementation"),
-    [("mixtral", "grouped_mm"), ("qwen2_moe", "eager"), ("qwen3_moe", "grouped_mm")],
+    ("kind", "implementation"), [("mixtral", "grouped_mm"), ("qwen2_moe", "eager"), ("qwen3_moe", "grouped_mm")]
 )
 def test_models_of_transformers_are_divided_without_a_method(kind: str, implementation: str) -> None:
     losses, weights = tuned(kind, implementation, None)

@@ -35,11 +35,7 @@ TRAINED = [
     experts(4, "ep=2,tp=2"),
 ]
 # test_pipeline_sequences.py resumes pipelines.
-RESUMED = [
-    Mesh("ddp", 2, "cp=2"),
-    Mesh("ddp", 2, "tp=2"),
-    experts(2, "ep=2"),
-]
+RESUMED = [Mesh("ddp", 2, "cp=2"), Mesh("ddp", 2, "tp=2"), experts(2, "ep=2")]
 
 
 @pytest.fixture(scope="module")

@@ -55,10 +55,7 @@ class Unlisted(Regressor):
         (lambda: fit(LanguageModel(1)), ["LanguageModel", "configure_pipeline"]),
         (lambda: fit(Unlisted(), loader()), ["str", "configure_pipeline"]),
         (lambda: fit(LanguageModel(), ranks=1), ["1 rank", "devices=2", "'single'"]),
-        (
-            lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 1}),
-            ["1 rank", "{'pp': ...}", "'ddp'"],
-        ),
+        (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 1}), ["1 rank", "{'pp': ...}", "'ddp'"]),
         (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 3}), ["pp=3", "1, 2, 4"]),
         (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "ep": 2}), ["cp, tp and pp", "ep out"]),
         (lambda: fit(LanguageModel(), ranks=4, parallel={"pp": 2, "cp": 2}), ["LanguageModel.cut_sequences"]),

@@ -58,12 +58,7 @@ def evaluated(ranks: int, schedule: str, parallel: str) -> tuple[float, list[Any
 
 @pytest.mark.parametrize(
     ("ranks", "schedule", "parallel"),
-    [
-        (2, "zero-bubble-v", "pp=2"),
-        (4, "1f1b", "pp=2"),
-        (4, "1f1b", SHARDED),
-        (4, "interleaved-1f1b", "pp=2,tp=2"),
-    ],
+    [(2, "zero-bubble-v", "pp=2"), (4, "1f1b", "pp=2"), (4, "1f1b", SHARDED), (4, "interleaved-1f1b", "pp=2,tp=2")],
 )
 def test_evaluation_and_prediction_without_a_fit_are_those_of_one_process(
     ranks: int, schedule: str, parallel: str
@@ -159,10 +154,7 @@ def in_mixed_precision(precision: str, ranks: int, parallel: str) -> list[float]
     return module.losses
 
 
-@pytest.mark.parametrize(
-    ("precision", "ranks", "parallel"),
-    [("16-mixed", 4, SHARDED), ("bf16-mixed", 4, "pp=2,tp=2")],
-)
+@pytest.mark.parametrize(("precision", "ranks", "parallel"), [("16-mixed", 4, SHARDED), ("bf16-mixed", 4, "pp=2,tp=2")])
 def test_mixed_precision_trains_close_to_fp32(precision: str, ranks: int, parallel: str) -> None:
     module = Plain()
     losses = plain_steps(module.configure_optimizers(), module.loss, tokens(32).split(8))

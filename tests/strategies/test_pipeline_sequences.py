@@ -123,11 +123,7 @@ def with_dropout(
 
 @pytest.mark.parametrize(
     ("schedule", "parallel"),
-    [
-        ("1f1b", "pp=2,cp=2"),
-        ("zero-bubble-v", "pp=2,dp_shard=2"),
-        ("zero-bubble", "pp=2,tp=2"),
-    ],
+    [("1f1b", "pp=2,cp=2"), ("zero-bubble-v", "pp=2,dp_shard=2"), ("zero-bubble", "pp=2,tp=2")],
 )
 def test_a_run_that_draws_random_numbers_resumes_bit_by_bit(schedule: str, parallel: str, tmp_path: Path) -> None:
     given = (schedule, parallel, str(tmp_path / "half.ckpt"))

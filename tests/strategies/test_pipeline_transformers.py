@@ -84,12 +84,7 @@ def by_hand(kind: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "parallel"),
-    [
-        ("tied", 2, "pp=2"),
-        ("gpt2", 4, "pp=2,dp_shard=2"),
-        ("llama", 4, "pp=2,tp=2"),
-    ],
+    ("kind", "ranks", "parallel"), [("tied", 2, "pp=2"), ("gpt2", 4, "pp=2,dp_shard=2"), ("llama", 4, "pp=2,tp=2")]
 )
 def test_a_model_of_transformers_trains_as_in_a_plain_loop(kind: str, ranks: int, parallel: str) -> None:
     results = run_on_ranks(ranks, trained, kind, ranks, parallel, timeout=120.0)

@@ -84,10 +84,7 @@ def test_ranks_say_what_they_cannot_take(module: type[Regressor], strategy: str,
     says(run_on_ranks(2, refusal, module, strategy), *names)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("ZeRO-3", "zero3"), ("zero_2_offload", "zero2-offload")],
-)
+@pytest.mark.parametrize(("name", "meant"), [("ZeRO-3", "zero3"), ("zero_2_offload", "zero2-offload")])
 def test_a_name_spelt_otherwise_is_recognised(name: str, meant: str) -> None:
     with refuses(UnknownNameError, f"'{meant}'"):
         silent_trainer(strategy=name)

@@ -96,10 +96,7 @@ SAMPLE = {
         ("`autograd.grad` of inputs with `create_graph`", STEP),
         ("block called twice in a forward pass", STEP),
     ],
-    "zero3-offload": [
-        ("a different layer at each step", STEP),
-        ("penalty on some parameters", STEP),
-    ],
+    "zero3-offload": [("a different layer at each step", STEP), ("penalty on some parameters", STEP)],
     "pipeline": [
         ("optimizer with only some of the parameters", STEP),
         ("state dict hook that adds an entry", "on_fit_start"),

@@ -113,10 +113,7 @@ def test_each_rank_holds_its_part_of_the_layers_in_the_plan() -> None:
 
 @pytest.mark.parametrize(
     ("given", "degree", "words"),
-    [
-        ({}, 4, "num_key_value_heads"),
-        ({"intermediate_size": 45}, 2, "mlp.gate_proj.out_features"),
-    ],
+    [({}, 4, "num_key_value_heads"), ({"intermediate_size": 45}, 2, "mlp.gate_proj.out_features")],
 )
 def test_degrees_that_do_not_divide_a_model_are_refused_with_those_that_do(
     given: dict[str, int], degree: int, words: str
