@@ -272,7 +272,7 @@ def test_options_of_ddp_have_their_effect(name: str, values: list[Any], expected
         assert run_on_ranks(2, with_option, name, value) == [effect] * 2
 
 
-def with_accelerator(name: str, **options: Any) -> tuple[Tensor, Tensor]:
+def with_accelerator(name: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Train with the names of Accelerate; return the weights, and those by hand."""
     handler = compat.DistributedDataParallelKwargs(comm_hook=compat.DDPCommunicationHookType(name), **options)
     accelerator = compat.Accelerator(
@@ -299,12 +299,8 @@ def with_accelerator(name: str, **options: Any) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_the_hooks_of_an_accelerator(name: str, options: dict[str, Any]) -> None:
-    for weights, expected in run_on_ranks(2, accelerated, name, options):
+    for weights, expected in run_on_ranks(2, with_accelerator, name, options):
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
-
-
-def accelerated(name: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return with_accelerator(name, **options)
 
 
 def test_a_hook_of_an_accelerator_that_cannot_work_is_refused() -> None:

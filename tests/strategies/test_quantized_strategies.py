@@ -72,14 +72,14 @@ def test_a_run_is_torchaos_and_resumes_bit_for_bit(name: str, kind: str, tmp_pat
         torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-2)
 
 
-def refused_kinds(name: str) -> list[str]:
+def refused_kinds(name: str, folder: str) -> list[str]:
     messages = []
     for kind in KINDS:
         module = QuantizedModel(kind)
-        try:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigurationError) as caught:
+            patch.setenv("PHALANX_NVME_PATH", folder)
             silent_trainer(devices=2, strategy=name, max_steps=1).fit(module, data(ROWS // 2))
-        except ConfigurationError as error:
-            messages.append(str(error))
+        messages.append(str(caught.value))
         assert not module.losses
     return messages
 
@@ -87,17 +87,11 @@ def refused_kinds(name: str) -> list[str]:
 # test_pipeline_refusals.py has pipelines, which need windows of several micro-batches.
 @pytest.mark.parametrize("name", sorted(set(STRATEGIES) - set(RANKS) - {"pipeline"}))
 def test_every_other_strategy_refuses_quantized_state_by_name(name: str, tmp_path: Path) -> None:
-    for messages in run_on_ranks(2, refused_kinds_at, name, str(tmp_path)):
+    for messages in run_on_ranks(2, refused_kinds, name, str(tmp_path)):
         assert [message.split()[0] for message in messages] == list(KINDS)
         for message in messages:
             assert "quantizes its state in blocks of a parameter, and ZeRO stage" in message
             assert "\n" not in message
-
-
-def refused_kinds_at(name: str, folder: str) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PHALANX_NVME_PATH", folder)
-        return refused_kinds(name)
 
 
 # ---- learning rates --------------------------------------------------------------------------------------------------
