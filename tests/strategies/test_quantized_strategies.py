@@ -18,6 +18,7 @@ from torch_strategies import RANKS
 from phalanx.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.registry import STRATEGIES
+from phalanx.framework.system.environment import variables_set
 
 WINDOW = 2
 
@@ -76,8 +77,7 @@ def refused_kinds(name: str, folder: str) -> list[str]:
     messages = []
     for kind in KINDS:
         module = QuantizedModel(kind)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigurationError) as caught:
-            patch.setenv("PHALANX_NVME_PATH", folder)
+        with variables_set({"PHALANX_NVME_PATH": folder}), pytest.raises(ConfigurationError) as caught:
             silent_trainer(devices=2, strategy=name, max_steps=1).fit(module, data(ROWS // 2))
         messages.append(str(caught.value))
         assert not module.losses
