@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapted_models import VARIANTS, Adapted, by_hand, frozen_of, row_loader, rows
+from adapted_models import Adapted, by_hand, frozen_of, row_loader, rows
 from models import silent_trainer
 from ranks import over_gloo, run_on_ranks
 from torch.profiler import ProfilerActivity, profile
@@ -49,7 +49,7 @@ def test_adapters_train_as_in_plain_torch(variant: str, strategy: str, ranks: in
     assert all(kept for _, kept in results)
 
 
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("variant", ["conv1d", "dropout", "four_bit", "rslora"])
 def test_on_one_rank_the_losses_are_equal(variant: str) -> None:
     torch.manual_seed(1)
     expected = by_hand(Adapted(variant), rows(STEPS * GLOBAL_BATCH), GLOBAL_BATCH, STEPS)
