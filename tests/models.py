@@ -92,7 +92,7 @@ def leave_after_refusal(attempt: Callable[[], Any]) -> NoReturn:
     try:
         attempt()
     except (ConfigurationError, LoopError) as error:
-        print(error, flush=True)
+        print(f"{type(error).__name__}: {error}", flush=True)
     os._exit(1)
 
 

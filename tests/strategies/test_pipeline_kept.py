@@ -224,6 +224,7 @@ def test_steps_that_stages_would_run_otherwise_are_refused(
 def test_values_of_other_stages_and_of_earlier_micro_batches_are_refused(kind: type[Model], words: str) -> None:
     with pytest.raises(AssertionError) as caught:
         run_on_ranks(2, leaving, kind)
+    assert "LoopError" in str(caught.value)
     assert words in str(caught.value)
 
 
