@@ -97,6 +97,19 @@ class LanguageModel(TrainModule):
         return adamw(self, self.lr)
 
 
+class SGDModel(LanguageModel):
+    """Is updated by SGD: the size of its gradients matters, and DTensor has few operators to prepare."""
+
+    blocks: Any
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__(blocks)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
 def adamw(module: nn.Module, lr: float) -> torch.optim.AdamW:
     """Return AdamW with two parameter groups: matrices decay, vectors do not."""
     parameters = list(module.parameters())

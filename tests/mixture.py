@@ -1,4 +1,7 @@
-"""A small module that has what strategies trip over, and the places of ZeRO where state can live."""
+"""A small module that has what strategies trip over, and the places of ZeRO where state can live.
+
+``zero1-offload`` is not among them: it steps as ``zero2-offload`` does.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
-    "zero1-offload": {"stage": 1, "offload_optimizer": "cpu"},
     "zero2-offload": {"stage": 2, "offload_optimizer": "cpu"},
     "zero3-offload": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
 }

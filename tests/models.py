@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Trainer, TrainModule
+from phalanx.errors import ConfigurationError, LoopError
 
 # A Trainer that writes and prints nothing.
 SILENT: dict[str, Any] = {
@@ -85,6 +87,15 @@ def silent_trainer(**arguments: Any) -> Trainer:
     return Trainer(**{**SILENT, **arguments})
 
 
+def leave_after_refusal(attempt: Callable[[], Any]) -> NoReturn:
+    """Print the refusal of an attempt and end this rank, so that no other one waits for it."""
+    try:
+        attempt()
+    except (ConfigurationError, LoopError) as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    os._exit(1)
+
+
 def windows_of(size: int, windows: Sequence[int], steps: int) -> list[slice]:
     """Return the rows of each step, which has ``size`` of them for each batch of its window."""
     ends = accumulate(size * windows[step % len(windows)] for step in range(steps))
@@ -108,6 +119,17 @@ def plain_steps(
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def step_means(ranks: Sequence[Sequence[float]], windows: Sequence[int]) -> Tensor:
+    """Return the mean loss of each step, in which each rank has the losses of as many micro-batches as its window."""
+    losses = torch.tensor(ranks, dtype=torch.float64).mean(0)
+    return torch.stack([part.mean() for part in losses.split(list(windows))])
+
+
+def full_weights(module: nn.Module) -> Tensor | None:
+    """Return all weights in one vector; None on a rank that does not hold all of them."""
+    return None if any(parameter.is_meta for parameter in module.parameters()) else weights_of(module)
 
 
 def weights_of(module: nn.Module) -> Tensor:

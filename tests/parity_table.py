@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from language_model import LanguageModel, adamw, token_loader, tokens
 from marked_pages import write_table
-from models import plain_steps, silent_trainer, windows_of
+from models import plain_steps, silent_trainer, step_means, windows_of
 from ranks import close_pools, run_on_ranks
 from torch import Tensor
 
@@ -155,8 +155,7 @@ def losses_of(cell: Cell) -> list[float]:
             results = [trained(cell, nvme_path)]
         else:
             results = run_on_ranks(ranks, trained, cell, nvme_path, timeout=120.0)
-    rows = torch.tensor(results, dtype=torch.float64).mean(0)
-    return [part.mean().item() for part in rows.split(cell.batches)]
+    return step_means(results, cell.batches).tolist()
 
 
 def deviation(cell: Cell) -> float:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from models import plain_steps, windows_of
+from models import plain_steps, step_means, windows_of
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -164,8 +164,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def per_update(ranks: Sequence[Sequence[float]], windows: Sequence[int], steps: int = STEPS) -> Tensor:
     """Return the mean loss of each update from the losses of each rank's micro-batches."""
-    rows = torch.tensor(ranks, dtype=torch.float64).mean(0)
-    return torch.stack([part.mean() for part in rows.split([windows[s % len(windows)] for s in range(steps)])]).float()
+    return step_means(ranks, [windows[step % len(windows)] for step in range(steps)]).float()
 
 
 def connected(strategy: FSDPStrategy, precision: str = "32-true") -> FSDPStrategy:

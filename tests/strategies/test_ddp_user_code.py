@@ -1,4 +1,4 @@
-"""Code of users that freezes, unfreezes and adds parameters under ``ddp``, compared with one process."""
+"""Code of users under ``ddp`` that freezes, unfreezes and adds parameters, or averages gradients by itself."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Fabric, TrainModule
 from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.core.precision import resolve_precision
+from phalanx.strategies.ddp import DDPStrategy
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
 
@@ -78,16 +80,38 @@ def add_layer_too_late() -> str:
     return str(caught.value)
 
 
-def everything(ranks: int, window: int) -> tuple[Any, ...]:
-    return fitted(ranks, 1), fitted(ranks, window), trained_in_fabric(ranks)
+def everything(ranks: int) -> tuple[Any, ...]:
+    return fitted(ranks, 1), fitted(ranks, 2), trained_in_fabric(ranks)
 
 
-@pytest.mark.parametrize(("ranks", "window"), [(2, 2), (3, 2)])
-def test_layers_that_are_frozen_and_unfrozen_within_an_epoch(ranks: int, window: int) -> None:
-    expected = everything(1, window)
-    for found in run_on_ranks(ranks, everything, ranks, window):
+def test_layers_that_are_frozen_and_unfrozen_within_an_epoch() -> None:
+    expected = everything(1)
+    for found in run_on_ranks(3, everything, 3):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_parameters_that_no_rank_averages_are_refused() -> None:
     says(run_on_ranks(2, add_layer_too_late), "on_train_epoch_start")
+
+
+# ---- manual optimization, also where weights are not on the CPU ------------------------------------------------------
+
+
+def reduced(device_type: str) -> list[list[float] | None]:
+    """Average gradients that some ranks lack; the tensors stay on the CPU, also where the ranks are on CUDA."""
+    strategy = DDPStrategy()
+    world = strategy.connect("cpu", 1, resolve_precision("32-true"))
+    world.device = torch.device(device_type)
+    both, first, none = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    both.grad = torch.tensor([1.0, 2.0]) * (world.rank + 1)
+    if world.rank == 0:
+        first.grad = torch.tensor([4.0, 8.0])
+    strategy.reduce_gradients([both, none, first])
+    world.close()
+    return [None if each.grad is None else each.grad.tolist() for each in (both, first, none)]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_gradients_that_some_ranks_lack_are_averaged(device_type: str) -> None:
+    expected = [[1.5, 3.0], [2.0, 4.0], None]
+    assert run_on_ranks(2, reduced, device_type) == [expected, expected]

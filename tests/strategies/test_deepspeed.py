@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from mixture import GLOBAL_BATCH, PLACES, Mixture, MixtureModule, loss_of, mixture, optimizer_of, rows_of, scheduler_of
-from models import silent_trainer
+from models import silent_trainer, step_means
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,7 +20,8 @@ from phalanx import AccumulationSchedule, Trainer, TrainModule
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.strategies import DeepSpeedStrategy
 
-STEPS, CLIP = 4, 0.3
+CLIP = 0.3
+# The micro-batches of each step.
 WINDOWS = (1, 2, 3, 1)
 
 
@@ -52,27 +53,21 @@ class Module(MixtureModule):
 
 
 def by_hand(
-    net: nn.Module,
-    rows: Tensor,
-    kind: str = "adamw",
-    windows: Sequence[int] = WINDOWS,
-    clip: float | None = CLIP,
-    steps: int = STEPS,
+    net: nn.Module, rows: Tensor, kind: str = "adamw", windows: Sequence[int] = WINDOWS
 ) -> tuple[list[float], list[float]]:
-    """Train in one process; return losses and norms."""
+    """Train a step for each window in one process; return losses and norms."""
     optimizer = optimizer_of(net, kind)
     scheduler = scheduler_of(optimizer)
     losses, norms, position = [], [], 0
-    for step in range(steps):
+    for window in windows:
         optimizer.zero_grad()
-        window = windows[step % len(windows)]
         total = 0.0
         for _ in range(window):
             loss = loss_of(net, rows[position : position + GLOBAL_BATCH])
             (loss / window).backward()
             total += loss.item() / window
             position += GLOBAL_BATCH
-        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip or float("inf"))))
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), CLIP)))
         optimizer.step()
         scheduler.step()
         losses.append(total)
@@ -82,7 +77,7 @@ def by_hand(
 def trainer_of(ranks: int, strategy: Any, **arguments: Any) -> Trainer:
     settings: dict[str, Any] = {
         "devices": ranks,
-        "max_steps": STEPS,
+        "max_steps": len(WINDOWS),
         "accumulate_grad_batches": AccumulationSchedule.cycle(WINDOWS),
         "gradient_clip_val": CLIP,
     }
@@ -100,29 +95,15 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
 
 def attributes(module: nn.Module) -> list[Any]:
     """Return what a module and its parameters are and carry, as far as others could add to it."""
-    parts = [
-        (
-            type(part),
-            sorted(part.__dict__),
-            type(part._parameters),
-            len(part._forward_pre_hooks),
-            len(part._forward_hooks),
-        )
-        for part in module.modules()
-    ]
-    parameters = [
-        (
-            name,
-            nn.Parameter if one.is_meta else type(one),
-            sorted(one.__dict__),
-            tuple(one.shape),
-            one.dtype,
-            one.requires_grad,
-            one.grad is None,
-        )
-        for name, one in module.named_parameters()
-    ]
-    return [*parts, *parameters]
+    found: list[Any] = []
+    for part in module.modules():
+        hooks = len(part._forward_pre_hooks), len(part._forward_hooks)
+        found.append((type(part), sorted(part.__dict__), type(part._parameters), hooks))
+    for name, one in module.named_parameters():
+        kind = nn.Parameter if one.is_meta else type(one)
+        described = tuple(one.shape), one.dtype, one.requires_grad, one.grad is None
+        found.append((name, kind, sorted(one.__dict__), described))
+    return found
 
 
 def trained(place: dict[str, Any], kind: str, uses_all: bool) -> Any:
@@ -135,23 +116,17 @@ def trained(place: dict[str, Any], kind: str, uses_all: bool) -> Any:
     return module.losses, module.norms, weights
 
 
-def check(results: list[Any], expected: Mixture, losses: list[float], norms: list[float], ranks_whole: int) -> None:
-    rows = torch.tensor([result[0] for result in results], dtype=torch.float64).mean(0)
-    sizes = [WINDOWS[step % len(WINDOWS)] for step in range(STEPS)]
-    assert [part.mean().item() for part in rows.split(sizes)] == pytest.approx(losses, rel=1e-5)
-    for _, found, _ in results:
-        assert found == pytest.approx(norms, rel=1e-5)
-    held = [weights for _, _, weights in results if weights is not None]
-    assert len(held) == ranks_whole
-    for weights in held:
-        torch.testing.assert_close(weights, whole(expected), rtol=1e-4, atol=1e-5)
-
-
 def compare(place: dict[str, Any], kind: str = "adamw", uses_all: bool = True) -> None:
     results = run_on_ranks(2, trained, place, kind, uses_all)
     net = mixture()
     losses, norms = by_hand(net, rows_of(20 * GLOBAL_BATCH, uses_all), kind)
-    check(results, net, losses, norms, 1 if place["stage"] == 3 else 2)
+    assert step_means([result[0] for result in results], WINDOWS).tolist() == pytest.approx(losses, rel=1e-5)
+    for _, found, _ in results:
+        assert found == pytest.approx(norms, rel=1e-5)
+    held = [weights for _, _, weights in results if weights is not None]
+    assert len(held) == (1 if place["stage"] == 3 else 2)
+    for weights in held:
+        torch.testing.assert_close(weights, whole(net), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -160,8 +135,10 @@ def test_losses_norms_and_weights_equal_plain_torch(place: str) -> None:
     compare(PLACES[place], uses_all=False)
 
 
-@pytest.mark.parametrize("place", ["zero3", "zero2-offload"])
-@pytest.mark.parametrize("kind", ["sgd", "adam", "amsgrad"])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [("zero3", "sgd"), ("zero2-offload", "sgd"), ("zero2-offload", "adam"), ("zero2-offload", "amsgrad")],
+)
 def test_other_optimizers(place: str, kind: str) -> None:
     compare(PLACES[place], kind)
 
@@ -184,7 +161,7 @@ def in_a_row(place: dict[str, Any]) -> tuple[float, float, list[Tensor], list[fl
     return during, float(after["val_loss"]), [row for part in predicted for row in part], module.losses[len(first) :]
 
 
-@pytest.mark.parametrize("place", ["zero2", "zero3", "zero3-offload"])
+@pytest.mark.parametrize("place", ["zero2", "zero3-offload"])
 def test_fit_validate_predict_and_fit_again(place: str) -> None:
     results = run_on_ranks(2, in_a_row, PLACES[place])
     net, rows = mixture(), rows_of(20 * GLOBAL_BATCH)
@@ -198,9 +175,7 @@ def test_fit_validate_predict_and_fit_again(place: str) -> None:
         assert after == pytest.approx(expected, rel=1e-5)
     predicted = torch.stack(results[0][2])
     assert torch.equal(predicted, tokens) or len(predicted) < len(tokens)
-    sizes = [WINDOWS[step % len(WINDOWS)] for step in range(STEPS)]
-    again = torch.tensor([result[3] for result in results], dtype=torch.float64).mean(0)
-    assert [part.mean().item() for part in again.split(sizes)] == pytest.approx(losses, rel=1e-5)
+    assert step_means([result[3] for result in results], WINDOWS).tolist() == pytest.approx(losses, rel=1e-5)
 
 
 def one_after_the_other(names: list[Any]) -> list[float]:
@@ -223,9 +198,7 @@ def test_a_fit_under_any_strategy_after_one_under_another() -> None:
     net = mixture()
     for _ in chain:
         losses, _ = by_hand(net, rows_of(20 * GLOBAL_BATCH))
-    sizes = [WINDOWS[step % len(WINDOWS)] for step in range(STEPS)]
-    found = torch.tensor(results, dtype=torch.float64).mean(0)
-    assert [part.mean().item() for part in found.split(sizes)] == pytest.approx(losses, rel=1e-4)
+    assert step_means(results, WINDOWS).tolist() == pytest.approx(losses, rel=1e-4)
 
 
 # ---- precision, and modules that come in other ways --------------------------------------------------------------
@@ -254,7 +227,7 @@ def unchanged(place: dict[str, Any], precision: str) -> list[str]:
     return [name for name in initial if not torch.equal(found[name], initial[name])]
 
 
-@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"])
+@pytest.mark.parametrize("place", ["zero1", "zero3", "zero2-offload", "zero3-offload"])
 def test_bf16_loses_nothing_of_the_weights(place: str) -> None:
     for different in run_on_ranks(2, unchanged, PLACES[place], "bf16-mixed"):
         assert different == []
@@ -276,29 +249,21 @@ class Built(Module):
 
 def built_inside(place: dict[str, Any], precision: str) -> Any:
     module = Built()
-    trainer_of(2, DeepSpeedStrategy(**place), precision=precision, max_steps=4).fit(module, loader_of(2))
+    trainer_of(2, DeepSpeedStrategy(**place), precision=precision).fit(module, loader_of(2))
     return module.losses, None if module.net.never.is_meta else whole(module.net)
 
 
 @pytest.mark.parametrize(
-    ("place", "precision"),
-    [
-        ("zero2", "32-true"),
-        ("zero3", "32-true"),
-        ("zero3-offload", "32-true"),
-        ("zero2", "bf16-mixed"),
-        ("zero3", "bf16-mixed"),
-    ],
+    ("place", "precision"), [("zero2", "32-true"), ("zero3-offload", "32-true"), ("zero3", "bf16-mixed")]
 )
 def test_a_model_is_built_from_rank_zero_weights_where_it_is_split(place: str, precision: str) -> None:
     results = run_on_ranks(2, built_inside, PLACES[place], precision)
     torch.manual_seed(11)
     net = Mixture()
     net.frozen.requires_grad_(False)
-    losses, _ = by_hand(net, rows_of(20 * GLOBAL_BATCH), steps=4)
-    found = torch.tensor([result[0] for result in results], dtype=torch.float64).mean(0)
-    means = [part.mean().item() for part in found.split(list(WINDOWS))]
+    losses, _ = by_hand(net, rows_of(20 * GLOBAL_BATCH))
     exact = precision == "32-true"
+    means = step_means([result[0] for result in results], WINDOWS).tolist()
     assert means == pytest.approx(losses, rel=1e-5 if exact else 3e-2)
     if exact:
         torch.testing.assert_close(results[0][1], whole(net), rtol=1e-4, atol=1e-5)
@@ -320,11 +285,11 @@ def skips(place: dict[str, Any]) -> tuple[int, Any]:
     return trainer.global_step, None if module.net.never.is_meta else whole(module.net)
 
 
-@pytest.mark.parametrize("place", ["zero2", "zero3", "zero2-offload", "zero3-offload"])
+@pytest.mark.parametrize("place", ["zero2", "zero3", "zero2-offload"])
 def test_an_update_that_is_not_finite_is_left_out(place: str) -> None:
     rows = rows_of(20 * GLOBAL_BATCH)
     net = mixture()
-    by_hand(net, torch.cat([rows[: 2 * GLOBAL_BATCH], rows[3 * GLOBAL_BATCH :]]), windows=(1,), steps=3)
+    by_hand(net, torch.cat([rows[: 2 * GLOBAL_BATCH], rows[3 * GLOBAL_BATCH :]]), windows=(1, 1, 1))
     results = run_on_ranks(2, skips, PLACES[place])
     assert [steps for steps, _ in results] == [3, 3]
     torch.testing.assert_close(results[0][1], whole(net), rtol=1e-4, atol=1e-5)
@@ -394,7 +359,7 @@ def normalised(strategy: str, shared: bool) -> Any:
     return module.losses, trainer.callback_metrics["val_loss"].item(), layer.running_mean
 
 
-@pytest.mark.parametrize(("strategy", "shared"), [("zero2", False), ("zero2", True), ("zero3", False), ("zero3", True)])
+@pytest.mark.parametrize(("strategy", "shared"), [("zero2", True), ("zero3", False)])
 def test_running_statistics_stay_exact_beside_low_weights(strategy: str, shared: bool) -> None:
     (losses, evaluated, running), _ = run_on_ranks(2, normalised, strategy, shared)
     (expected, expected_evaluated, expected_running), _ = run_on_ranks(2, normalised, "ddp", shared)
@@ -426,7 +391,7 @@ def saved_buffers(strategy: str, path: str) -> Any:
     return module.buffers_then, {name: stored.read("model", name) for name in module.buffers_then}
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_a_checkpoint_holds_the_buffers_of_one_rank(strategy: str, tmp_path: Path) -> None:
     (own, stored), (others, _) = run_on_ranks(2, saved_buffers, strategy, str(tmp_path / "saved"))
     assert not torch.equal(own["net.1.running_mean"], others["net.1.running_mean"])

@@ -139,7 +139,7 @@ def loops_on_rank(place: str, precision: str) -> dict[str, Tensor]:
     [
         *((place, 2, "32-true") for place in PLACES),
         ("zero3", 3, "32-true"),
-        *((place, 2, "bf16-mixed") for place in ("zero1", "zero2", "zero3-offload")),
+        *((place, 2, "bf16-mixed") for place in ("zero1", "zero3-offload")),
     ],
 )
 def test_backward_passes_before_an_update_add_up(place: str, ranks: int, precision: str) -> None:
@@ -178,7 +178,7 @@ def adversaries_on_rank(stage: int) -> list[list[Tensor]]:
     return [adversaries(fabric, names_model) for names_model in (True, False)]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_loss_may_depend_on_several_modules(stage: int) -> None:
     expected = adversaries(Fabric(accelerator="cpu", devices=1, strategy="single"), True)
     for named, unnamed in run_on_ranks(2, adversaries_on_rank, stage):

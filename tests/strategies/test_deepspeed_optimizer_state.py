@@ -138,6 +138,8 @@ def read(program: Any) -> None:
     program.seen += [float(slots["step"]) for slots in program.optimizer.state_dict()["state"].values()]
 
 
+# Stages 1 and 2 differ in when gradients are reduced, and not in their state.
+STATES = ("zero2", "zero3", "zero2-offload", "zero3-offload")
 # Those of a program are made one after the other.
 EDITS = [
     (zero_moments, read),
@@ -163,7 +165,8 @@ def edited(place: str | None) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("place", "ranks"), [*((place, 2) for place in PLACES), ("zero2", 3), ("zero3", 3), ("zero3", 1)]
+    ("place", "ranks"),
+    [("zero1", 2), ("zero2", 3), ("zero3", 3), ("zero3", 1), ("zero2-offload", 2), ("zero3-offload", 2)],
 )
 def test_the_state_of_the_optimizer_is_read_and_written(place: str, ranks: int) -> None:
     expected = edited(None)
@@ -200,7 +203,7 @@ def with_state(place: str | None) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", STATES)
 def test_an_optimizer_brings_the_state_that_it_has(place: str) -> None:
     expected = with_state(None)
     for found in run_on_ranks(2, with_state, place):
@@ -284,7 +287,7 @@ def hooked(place: str | None) -> Any:
     return program.run(lambda program: None)
 
 
-@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero2-offload"])
+@pytest.mark.parametrize("place", ["zero2", "zero3", "zero2-offload"])
 def test_hooks_on_a_step_change_gradients_and_read_weights(place: str) -> None:
     expected = hooked(None)
     for found in run_on_ranks(2, hooked, place):
@@ -318,7 +321,7 @@ def in_step(strategy: str, ranks: int) -> list[Tensor]:
     return [one.detach().clone() for one in module.parameters()]
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_step_may_call_backward_of_torch(strategy: str) -> None:
     expected = in_step("single", 1)
     torch.testing.assert_close(run_on_ranks(2, in_step, strategy, 2)[0], expected, rtol=1e-4, atol=1e-5)

@@ -53,10 +53,7 @@ def changed(change: str) -> LongModel:
         (Named(["blocks.*.mixtur.experts"]), ["'blocks.*.mixtur.experts'"]),
         (Named([nn.Linear(1, 1)]), ["Linear"]),
         (Named(["blocks.0.mixture"]), ["blocks.0.mixture (Mixture)"]),
-        (
-            changed("parameter"),
-            ["blocks.0.mixture.experts (Experts)", "experts.scale", "[16]"],
-        ),
+        (changed("parameter"), ["blocks.0.mixture.experts (Experts)", "experts.scale", "[16]"]),
         (changed("buffer"), ["blocks.0.mixture.experts", "load"]),
         (changed("tie"), ["experts.widen", "'blocks.1.mixture.experts'"]),
     ],

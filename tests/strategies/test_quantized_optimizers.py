@@ -34,11 +34,7 @@ def run(place: str, *args: Any) -> tuple[Tensor, Tensor | None]:
 
 @pytest.mark.parametrize(
     ("first", "then", "kind"),
-    [
-        *(("single@1", "fsdp@2", kind) for kind in KINDS),
-        ("fsdp@2", "single@1", KINDS[0]),
-        ("ddp@2", "fsdp@2", KINDS[-1]),
-    ],
+    [("single@1", "fsdp@2", KINDS[0]), ("fsdp@2", "single@1", KINDS[1]), ("ddp@2", "fsdp@2", KINDS[2])],
 )
 def test_a_run_resumes_under_another_strategy(first: str, then: str, kind: str, tmp_path: Path) -> None:
     losses, weights = run(first, kind, str(tmp_path / "a"), STEPS, None)
@@ -68,19 +64,17 @@ def test_a_checkpoint_holds_plain_tensors_by_the_names_of_their_parts(place: str
     }
 
 
-def refused(ranks: int, strategy: Any, out: int = 2) -> str:
+def refused(out: int) -> str:
     module = QuantizedModel("AdamW8bit", out)
-    try:
-        silent_trainer(devices=ranks, strategy=strategy, max_steps=1).fit(module, data(ROWS // ranks))
-    except ConfigurationError as error:
-        assert not module.losses
-        return str(error)
-    return "accepted"
+    with pytest.raises(ConfigurationError) as caught:
+        silent_trainer(devices=2, strategy="fsdp", max_steps=1).fit(module, data(ROWS // 2))
+    assert not module.losses
+    return str(caught.value)
 
 
 def test_fsdp_refuses_a_parameter_that_only_some_ranks_would_quantize() -> None:
     # Three rows on two ranks: 2 x 4224 elements are 33 blocks, and 4224 elements are 16.5 blocks.
-    for message in run_on_ranks(2, refused, 2, "fsdp", 3):
+    for message in run_on_ranks(2, refused, 3):
         assert message.startswith(
             "AdamW8bit would quantize its state of wide.weight, of shape [3, 4224], on some of 2 ranks only"
         )

@@ -10,7 +10,7 @@ import torch
 from messages import refuses, says
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.strategies import DeepSpeedStrategy, FSDPStrategy
@@ -55,10 +55,6 @@ class Hollow(Regressor):
         super().__init__()
         self.hollow = nn.Linear(2, 2, device="meta")
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = super().training_step(batch, batch_idx)
-        return loss
-
 
 def refusal(module: type[Regressor], strategy: str) -> str:
     """Return the sentence with which ranks refuse to train a module."""
@@ -67,7 +63,7 @@ def refusal(module: type[Regressor], strategy: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_sparse_gradients_are_refused_before_a_process_starts(strategy: str) -> None:
     says(refusal(Sparse, strategy), "words", "Embedding(sparse=True)")
 
@@ -88,10 +84,7 @@ def test_ranks_say_what_they_cannot_take(module: type[Regressor], strategy: str,
     says(run_on_ranks(2, refusal, module, strategy), *names)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("ZeRO-3", "zero3"), ("zero_2_offload", "zero2-offload"), ("FSDP", "fsdp"), ("fsdp_offload", "fsdp-offload")],
-)
+@pytest.mark.parametrize(("name", "meant"), [("ZeRO-3", "zero3"), ("zero_2_offload", "zero2-offload")])
 def test_a_name_spelt_otherwise_is_recognised(name: str, meant: str) -> None:
     with refuses(UnknownNameError, f"'{meant}'"):
         silent_trainer(strategy=name)

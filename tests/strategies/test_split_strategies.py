@@ -19,7 +19,8 @@ from phalanx import Split
 from phalanx.framework.core.errors import ConfigurationError
 
 SAVED, END = 3, 6
-MUON = [("single", 1), ("ddp", 2), ("fsdp", 2), ("fsdp+tp", 2), ("fsdp+tp", 4), ("hsdp", 4), ("fsdp-offload", 2)]
+# test_a_checkpoint_resumes_exactly_and_under_other_strategies trains under the others.
+MUON = [("ddp", 2), ("fsdp+tp", 4), ("hsdp", 4), ("fsdp-offload", 2)]
 
 
 def check(found: Tensor, expected: list[float]) -> None:
@@ -41,13 +42,12 @@ def test_optimizers_that_update_each_element_equal_plain_torch(strategy: str, tm
 @pytest.mark.parametrize(
     ("kind", "first", "others"),
     [
-        ("muon", ("single", 1), [("ddp", 2), ("fsdp", 2)]),
+        ("muon", ("single", 1), [("fsdp", 2)]),
         ("muon", ("fsdp", 2), [("single", 1), ("fsdp+tp", 2)]),
-        ("muon", ("fsdp+tp", 2), [("fsdp", 2), ("ddp", 2)]),
+        ("muon", ("fsdp+tp", 2), [("ddp", 2)]),
         ("adamw", ("zero2", 2), [("zero3", 2), ("fsdp", 2)]),
-        ("adamw", ("fsdp", 2), [("zero2", 2)]),
     ],
-    ids=["single", "fsdp", "fsdp+tp", "zero2", "fsdp of elements"],
+    ids=["single", "fsdp", "fsdp+tp", "zero2"],
 )
 def test_a_checkpoint_resumes_exactly_and_under_other_strategies(
     kind: str, first: tuple[str, int], others: list[tuple[str, int]], tmp_path: Path

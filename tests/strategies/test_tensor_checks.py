@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from language_model import HEADS, WIDTH, Block, LanguageModel, token_loader, tokens
+from language_model import HEADS, WIDTH, Block, SGDModel, token_loader, tokens
 from messages import says
 from models import silent_trainer
 from ranks import run_on_ranks
@@ -20,17 +20,12 @@ ROWS, BATCH = 8, 4
 SUMMED = "replicated_with_grad_allreduce"
 
 
-class Model(LanguageModel):
-    """Is trained by SGD."""
-
-    blocks: Any
+class Model(SGDModel):
+    """Notes values."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(blocks=2)
         self.seen: list[float] = []
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class NormedHeads(Block):

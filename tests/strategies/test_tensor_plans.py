@@ -60,10 +60,12 @@ class Noted(TransformersModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(given: Any, strategy: str, ranks: int, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    given: Any, strategy: str, ranks: int, parallel: dict[str, int] | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     module = Noted(model(given))
     trainer = silent_trainer(
-        strategy=strategy, devices=ranks, max_steps=STEPS, gradient_clip_val=0.5, verbose=False, **settings
+        strategy=strategy, devices=ranks, max_steps=STEPS, gradient_clip_val=0.5, verbose=False, parallel=parallel
     )
     size = GLOBAL_BATCH // trainer.fabric.resources.data_size
     trainer.fit(module, DataLoader(rows(), batch_size=size))  # type: ignore[arg-type]
@@ -72,16 +74,10 @@ def trained(given: Any, strategy: str, ranks: int, **settings: Any) -> tuple[lis
     return module.losses, {name: each.detach() for name, each in module.named_parameters()}
 
 
-def on_ranks(given: Any, strategy: str, ranks: int, parallel: dict[str, int]) -> Any:
-    return trained(given, strategy, ranks, parallel=parallel)
-
-
-@pytest.mark.parametrize(
-    ("kind", "tied", "strategy"), [("llama", False, "fsdp"), ("qwen3", True, "ddp"), ("qwen3", False, "fsdp")]
-)
+@pytest.mark.parametrize(("kind", "tied", "strategy"), [("llama", False, "fsdp"), ("qwen3", True, "ddp")])
 def test_a_model_is_split_by_its_own_plan(kind: str, tied: bool, strategy: str) -> None:
     losses, weights = trained(config(kind, tied), "single", 1)
-    for own, full in run_on_ranks(2, on_ranks, config(kind, tied), strategy, 2, {"tp": 2}):
+    for own, full in run_on_ranks(2, trained, config(kind, tied), strategy, 2, {"tp": 2}):
         torch.testing.assert_close(own, losses, rtol=1e-5, atol=0)
         if full:
             torch.testing.assert_close(full, weights, rtol=1e-4, atol=1e-6)
@@ -115,10 +111,7 @@ def test_each_rank_holds_its_part_of_the_layers_in_the_plan() -> None:
 
 @pytest.mark.parametrize(
     ("given", "degree", "words"),
-    [
-        ({}, 4, "num_key_value_heads"),
-        ({"intermediate_size": 45}, 2, "mlp.gate_proj.out_features"),
-    ],
+    [({}, 4, "num_key_value_heads"), ({"intermediate_size": 45}, 2, "mlp.gate_proj.out_features")],
 )
 def test_degrees_that_do_not_divide_a_model_are_refused_with_those_that_do(
     given: dict[str, int], degree: int, words: str
@@ -161,10 +154,9 @@ def test_a_plan_of_the_module_comes_first() -> None:
     trainer.strategy.check_module(Hooked())  # four ranks do not divide the heads of the model's own plan
 
 
-@pytest.mark.parametrize(("strategy", "parallel"), [("ddp", {"cp": 2}), ("fsdp", {"cp": 2})])
-def test_sequences_of_a_model_are_shared(strategy: str, parallel: dict[str, int]) -> None:
+def test_sequences_of_a_model_are_shared() -> None:
     losses, weights = trained(config("llama"), "single", 1)
     assert len(losses) == STEPS
-    for _, full in run_on_ranks(2, on_ranks, config("llama"), strategy, 2, parallel):
+    for _, full in run_on_ranks(2, trained, config("llama"), "fsdp", 2, {"cp": 2}):
         if full:
             torch.testing.assert_close(full, weights, rtol=1e-4, atol=1e-6)
