@@ -109,6 +109,14 @@ def fill(chosen: Sequence[Cell], wrong: Path | None = None) -> Verdicts:
     return verdicts
 
 
+def wrong_cells(strategy: str, ranks: int = 2) -> Verdicts:
+    """Return the cells of a strategy that are wrong. ``strategy``: a registered name, or ``package.module:Class``."""
+    try:
+        return {cell: each for cell, each in fill(cells([strategy], [ranks])).items() if each.word == WRONG}
+    finally:
+        close_pools()
+
+
 def summary(verdicts: Mapping[Cell, Verdict], seconds: float) -> str:
     """Return the numbers of cells in a sentence."""
     right, refused, wrong = (sum(each.word == word for each in verdicts.values()) for word in (RIGHT, REFUSED, WRONG))

@@ -11,8 +11,7 @@ from ranks import run_on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import TrainModule
-from phalanx.callbacks import LambdaCallback
+from phalanx import Callback, TrainModule
 
 
 class Wide(TrainModule):
@@ -35,24 +34,30 @@ class Wide(TrainModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
+class SaveAt(Callback):
+    """Saves after one of the steps, and keeps the weights after the last as they are on this rank."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step = step
+        self.path = path
+        self.weights: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Within a window nothing can be saved.
+        if trainer.global_step == self.step and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.weights = [getattr(one, "to_local", lambda one=one: one)().detach().clone() for one in module.parameters()]
+
+
 def trained(strategy: str, path: str, arguments: dict[str, Any], ckpt_path: str | None) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(480, 48, generator=generator), torch.randint(0, 10, (480,), generator=generator))
-    weights: list[Any] = []
-
-    def save(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Within a window nothing can be saved.
-        if trainer.global_step == 3 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            trainer.save_checkpoint(path)
-
-    def keep(trainer: Any, module: Any) -> None:
-        # As they are on this rank.
-        weights[:] = [getattr(one, "to_local", lambda one=one: one)().detach().clone() for one in module.parameters()]
-
-    callback = LambdaCallback(on_train_batch_end=save, on_train_end=keep)
-    trainer = silent_trainer(devices=3, strategy=strategy, max_steps=8, callbacks=[callback], **arguments)
+    save = SaveAt(3, path)
+    trainer = silent_trainer(devices=3, strategy=strategy, max_steps=8, callbacks=[save], **arguments)
     trainer.fit(Wide(), DataLoader(data, 8, shuffle=True), ckpt_path=ckpt_path)
-    return weights
+    return save.weights
 
 
 def whole_and_resumed(strategy: str, path: str, arguments: dict[str, Any]) -> bool:
@@ -64,6 +69,7 @@ def whole_and_resumed(strategy: str, path: str, arguments: dict[str, Any]) -> bo
 @pytest.mark.parametrize(
     ("strategy", "arguments"),
     [
+        ("ddp", {}),
         ("ddp", {"accumulate_grad_batches": 2}),
         ("ddp_find_unused_parameters_true", {}),
         ("fsdp", {}),
