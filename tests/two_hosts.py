@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from ranks import warm_python
+from torch.distributed import run
 
 # In namespaces of their own: nobody else can have them.
 PORT = 29500
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 _CABLE = "cable"
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1")
 _CLONE_NEWNET = 0x40000000
 
 
@@ -120,19 +120,15 @@ class TwoHosts:
         command = [str(script), *arguments]
         return [self._start(n, command, folder, task, libraries) for n, task in enumerate(tasks)]
 
-    def start_elastic(
-        self, number: int, script: Path, arguments: Sequence[str], folder: Path
-    ) -> subprocess.Popen[bytes]:
+    def start_elastic(self, number: int, script: Path, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
         """Start a script with torchrun, to run on as many hosts as there are; each change starts it again."""
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", "--rdzv-id=elastic"]
         # Both have the name of this machine, by which torchrun would tell whose port that is.
         conf = f"--rdzv-conf=is_host={int(number == 0)},last_call_timeout=2,keep_alive_interval=1"
         place = ["--nnodes=1:2", "--max-restarts=9", "--monitor-interval=0.2", f"--local-addr={ADDRESSES[number]}"]
-        command = [*_TORCHRUN, *meeting, conf, *place, str(script), *arguments]
-        environment = self._environment(number, folder)
+        command = [run.__file__, "--nproc-per-node=1", *meeting, conf, *place, str(script), *arguments]
         # Else a host that comes later waits for an address that the first one has told the earlier hosts alone.
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        return self._execute(number, command, folder, environment)
+        return self._start(number, command, folder, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
     def _execute(
         self, number: int, command: Sequence[str], folder: Path, environment: Mapping[str, str]

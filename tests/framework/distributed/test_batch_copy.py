@@ -1,4 +1,7 @@
-"""Batches on their way to a GPU. The meta device stands in for it, and objects that record calls for its streams."""
+"""Batches on their way to a GPU. The meta device stands in for it, and objects that record calls for its streams.
+
+See also emulated_cuda/test_batch_uploads.py.
+"""
 
 from __future__ import annotations
 
@@ -48,34 +51,20 @@ class Streams:
         self.calls.append(f"wait for {stream}")
 
 
-def test_a_batch_is_copied_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = Streams(monkeypatch)
-    copied = BatchCopy(META)({"inputs": torch.ones(2), "names": ["a"], "pair": (torch.ones(3), 4)})
-    assert streams.calls == ["copy on copies", "record"] * 2 + ["wait for copies"]
-    assert copied["inputs"].device == copied["pair"][0].device == META
-    assert (copied["names"], copied["pair"][1]) == (["a"], 4)
-
-
 def test_tensors_that_belong_to_one_stream_are_copied_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse, there = torch.eye(2).to_sparse(), torch.empty(2, device="meta")
     streams = Streams(monkeypatch)
-    BatchCopy(META)([sparse, there])
-    assert streams.calls == ["copy on compute", "copy on compute", "wait for copies"]
+    copied = BatchCopy(META)({"parts": (sparse, there, torch.ones(3), 4), "names": ["a"]})
+    assert streams.calls == ["copy on compute"] * 2 + ["copy on copies", "record", "wait for copies"]
+    assert (copied["names"], copied["parts"][3]) == (["a"], 4)
 
 
-def test_a_training_run_copies_batches_in_this_way_unless_a_hook_moves_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = Streams(monkeypatch)
-    precision, device = resolve_precision("32-true"), torch.device("cuda", 0)
-    transfer = batch_transfer(device, precision, Regressor(), None)
-    assert transfer is not None
-    transfer(torch.ones(2), 0)
-    assert streams.calls == ["copy on copies", "record", "wait for copies"]
-
+def test_a_hook_that_moves_batches_does_so_alone() -> None:
     class Moving(Regressor):
         def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
             return "moved"
 
-    transfer = batch_transfer(device, precision, Moving(), None)
+    transfer = batch_transfer(torch.device("cuda", 0), resolve_precision("32-true"), Moving(), None)
     assert transfer is not None
     assert transfer(torch.ones(2), 0) == "moved"
 

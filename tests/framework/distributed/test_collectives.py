@@ -67,15 +67,14 @@ def per_epoch(names: int) -> dict[str, float]:
     return {name: (more[name] - fewer[name]) / 4 - 2 * step.get(name, 0) for name in more}
 
 
-@pytest.mark.parametrize(("window", "names"), [(1, 0), (1, 50), (4, 1), (4, 50)])
+@pytest.mark.parametrize(("window", "names"), [(1, 0), (4, 50)])
 def test_a_step_takes_one_gradient_reduction_and_two_messages_in_shared_memory(window: int, names: int) -> None:
     for found in run_on_ranks(2, per_step, window, names):
         assert found == {"tensors": 1.0, "numbers": 2.0}
 
 
-@pytest.mark.parametrize("names", [1, 50])
-def test_an_epoch_ends_with_one_exchange_of_metrics_and_one_of_triggers(names: int) -> None:
-    for found in run_on_ranks(2, per_epoch, names):
+def test_an_epoch_ends_with_one_exchange_of_metrics_and_one_of_triggers() -> None:
+    for found in run_on_ranks(2, per_epoch, 50):
         assert {name: count for name, count in found.items() if count} == {
             "gloo:all_gather": 1.0,
             "numbers": 1.0,

@@ -35,7 +35,7 @@ def reduced(steps: tuple[int, ...], raising: int | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("raising", [None, 0, 1])
+@pytest.mark.parametrize("raising", [None, 1])
 def test_ranks_agree_in_one_reduction(raising: int | None) -> None:
     fired = {} if raising is None else {"save": {raising: {"why": "asked"}}}
     for result in run_on_ranks(2, reduced, (7, 7), raising):
@@ -50,10 +50,11 @@ def out_of_step(steps: tuple[int, ...]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("steps", [(3, 4), (0, 7), (5, 4)])
+# At late steps, squares of them are more than a float64 holds exactly.
+@pytest.mark.parametrize("steps", [(3, 4), (7, 0), (2**20 - 1, 2**20)])
 def test_ranks_at_different_steps_are_reported(steps: tuple[int, int]) -> None:
-    for rank, message in enumerate(run_on_ranks(2, out_of_step, steps)):
-        assert f"rank {rank}" in message
+    for message in run_on_ranks(2, out_of_step, steps):
+        assert f"rank 1 is at {steps[1]}, rank 0 at {steps[0]}" in message
         assert "same optimizer step" in message
 
 
@@ -98,9 +99,8 @@ def stopped(rank: int, at: int) -> tuple[int, torch.Tensor]:
     return trainer.global_step, next(module.parameters()).detach()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stop_on_one_rank_stops_all_after_the_same_step(rank: int) -> None:
-    (first, mine), (second, other) = run_on_ranks(2, stopped, rank, 5)
+def test_a_stop_on_one_rank_stops_all_after_the_same_step() -> None:
+    (first, mine), (second, other) = run_on_ranks(2, stopped, 1, 5)
     # Raised in step 5, agreed on with the reduction of step 6, which is completed.
     assert first == second == 7
     assert torch.equal(mine, other)

@@ -1,4 +1,4 @@
-"""The CUDA device of a rank, on a machine that pretends to have some."""
+"""The CUDA device of a rank, on a machine that pretends to have some: see also emulated_cuda/test_fits_on_devices."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ import torch
 from messages import refuses
 from models import Regressor, loader, silent_trainer
 
-from phalanx.framework.checkpoint.staging import SaveThread, Staging
+from phalanx.framework.checkpoint.staging import Staging
 from phalanx.framework.core.errors import ConfigurationError
-from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.distributed.devices import device_of
-from phalanx.framework.distributed.seed import capture, restore, seed_rank
 from phalanx.framework.distributed.world import World
 from phalanx.framework.launch import fork_launcher
 from phalanx.framework.memory.available_memory import available_memory
-from phalanx.framework.memory.measure import _watched
 from phalanx.framework.parallel.resources import resolve_resources
 from phalanx.framework.system.launcher_env import Placement
 from phalanx.framework.trainer import auto_strategy as planning
@@ -31,27 +28,18 @@ SECOND = torch.device("cuda", 1)
 
 
 class Machine:
-    """A machine with CUDA devices, and what was done with them."""
+    """A machine with CUDA devices, and those that were opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch, visible: int) -> None:
-        self.opened: list[tuple[str, Any]] = []
-        self.states = {index: torch.full((16,), index, dtype=torch.uint8) for index in range(visible)}
-        self.seeds: list[int] = []
+        self.opened: list[torch.device] = []
         patch.setattr(torch.cuda, "device_count", lambda: visible)
         patch.setattr(torch.cuda, "is_available", self._started)
         patch.setattr(torch.cuda, "set_device", self._open)
-        patch.setattr(torch.cuda, "manual_seed", self.seeds.append)
-        patch.setattr(torch.cuda, "get_rng_state", lambda device: self.states[int(device)])
-        patch.setattr(torch.cuda, "set_rng_state", lambda state, device: self.states.update({int(device): state}))
         for name in ("SLURM_NTASKS", "SLURM_STEP_ID"):
             patch.delenv(name, raising=False)
 
-    def use(self, patch: pytest.MonkeyPatch, index: int) -> None:
-        patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        patch.setattr(torch.cuda, "current_device", lambda: index)
-
     def _open(self, device: Any) -> None:
-        self.opened.append((threading.current_thread().name, torch.device("cuda", torch.device(device).index)))
+        self.opened.append(torch.device("cuda", torch.device(device).index))
 
     def _started(self) -> bool:
         raise AssertionError("this query starts CUDA, and no rank could be forked then")
@@ -61,7 +49,7 @@ def test_a_listed_device_is_the_only_one_that_is_opened(monkeypatch: pytest.Monk
     machine = Machine(monkeypatch, 4)
     world = resolve_resources("cuda", "single", [2], 1, None).connect()
     assert world.device == torch.device("cuda", 2)
-    assert machine.opened == [("MainThread", torch.device("cuda", 2))]
+    assert machine.opened == [torch.device("cuda", 2)]
     # The list is not kept for other Trainers of this process.
     assert World.from_environment("cuda").device == torch.device("cuda", 0)
 
@@ -83,36 +71,6 @@ def test_more_devices_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch)
         resolve_resources("cuda", "ddp", 3, 1, None)
     with refuses(ConfigurationError, "CUDA_VISIBLE_DEVICES"):
         device_of("cuda", Placement(2, 3, 2, 3))
-
-
-def test_ranks_seed_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 2)
-    seed_rank(5, SECOND)
-    assert machine.seeds == [5]
-    seed_rank(6, torch.device("cpu"))
-    assert machine.seeds == [5]
-    assert torch.initial_seed() == 6
-
-
-def test_the_generator_of_a_device_is_restored_on_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 3)
-    machine.use(monkeypatch, 2)
-    saved = capture()
-    machine.use(monkeypatch, 1)
-    restore(saved)
-    assert {index: int(state[0]) for index, state in machine.states.items()} == {0: 0, 1: 2, 2: 2}
-    # On a CPU, and before a device is in use, there is nothing to restore.
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    restore(saved)
-    assert "cuda" not in capture()
-
-
-def test_threads_open_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 2)
-    work = SaveThread(lambda: None, SECOND)
-    assert work.wait(30)
-    assert work.error is None
-    assert machine.opened == [("phalanx-save", SECOND)]
 
 
 class _Cudart:
@@ -184,20 +142,6 @@ def test_available_memory_is_that_of_the_own_device(monkeypatch: pytest.MonkeyPa
     assert available_memory(SECOND, 1, None).device == 11.5 * giga
     assert available_memory(SECOND, 2, None).device == 10.5 * giga
     assert asked == [SECOND] * 6
-
-
-def test_measuring_activations_keeps_to_the_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    forked: list[Any] = []
-
-    def fork_rng(devices: Any = None, device_type: str = "cuda") -> Any:
-        assert device_type == "cuda"
-        forked.append(devices)
-        return threading.Lock()
-
-    module = Regressor()
-    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
-    _watched(module, next(iter(loader())), resolve_precision("32-true"), SECOND)
-    assert forked == [[SECOND]]
 
 
 class _NotingProcess(Regressor):

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from messages import refuses
-from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
+from models import Regressor, loader, regression_data, silent_trainer
 from ranks import run_on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from phalanx import CombinedLoader, Trainer
+from phalanx import Trainer
 from phalanx.callbacks import LambdaCallback
-from phalanx.framework.core.errors import ConfigurationError, DataError
+from phalanx.framework.core.errors import ConfigurationError
 
 
 class Counting(Regressor):
@@ -70,7 +70,7 @@ def fitted(train: Any = None, val: Any = None, **arguments: Any) -> tuple[Counti
     return module, trainer
 
 
-@pytest.mark.parametrize(("given", "batches"), [(True, 1), (1, 1), (3, 3)])
+@pytest.mark.parametrize(("given", "batches"), [(True, 1), (3, 3)])
 def test_a_trial_run(given: Any, batches: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     module = Counting()
@@ -94,8 +94,10 @@ def test_limits_of_batches(limit: Any, train: int, validate: int) -> None:
     assert trainer.current_epoch == 1
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-@pytest.mark.parametrize(("limit", "batches"), [(2, 2), (0.5, 2), (0, 0), (0.0, 0), (9, 4)])
+@pytest.mark.parametrize(
+    ("stage", "limit", "batches"),
+    [("validate", 2, 2), ("validate", 0.0, 0), ("test", 0.5, 2), ("test", 0, 0), ("predict", 0, 0), ("predict", 9, 4)],
+)
 def test_limits_of_evaluations(stage: str, limit: Any, batches: int) -> None:
     module = Counting()
     name = {"validate": "limit_val_batches"}.get(stage, f"limit_{stage}_batches")
@@ -129,18 +131,14 @@ def test_overfitting_uses_the_same_first_batches() -> None:
     ("arguments", "after"),
     [
         ({}, [10, 20]),
-        ({"val_check_interval": 0.5}, [5, 10, 15, 20]),
         ({"val_check_interval": 0.25}, [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),
         ({"val_check_interval": 4}, [4, 8, 14, 18]),
-        ({"val_check_interval": 10}, [10, 20]),
         ({"val_check_interval": 1.0}, [10, 20]),
         ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [4, 8, 12, 16, 20]),
         ({"val_check_interval": 13, "check_val_every_n_epoch": None}, [13]),
         ({"check_val_every_n_epoch": 2}, [20]),
         ({"check_val_every_n_epoch": 2, "val_check_interval": 5}, [15, 20]),
         ({"val_check_interval": timedelta(hours=1)}, []),
-        ({"val_check_interval": {"hours": 1}}, []),
-        ({"val_check_interval": "00:01:00:00"}, []),
         ({"max_steps": 7, "max_epochs": -1, "val_check_interval": 3}, [3, 6]),
         ({"num_sanity_val_steps": 1}, [0, 10, 20]),
         ({"num_sanity_val_steps": -1, "limit_val_batches": 1}, [0, 10, 20]),
@@ -245,53 +243,6 @@ def test_a_loader_without_length(limit: int | None) -> None:
     assert module.validated_after == [each, 2 * each]
 
 
-def test_a_list_of_batches_and_a_generator_are_loaders() -> None:
-    batches = list(loader(16))
-    assert fitted(batches)[0].seen["train"] == 4
-    assert fitted(batch for batch in batches)[0].seen["train"] == 4
-    with refuses(DataError, "train_dataloaders", "generator"):
-        fitted((batch for batch in batches), max_epochs=2)
-
-
-class Several(Counting):
-    """Takes a batch of each of several loaders."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen["train"] += 1
-        parts = list(batch.values()) if isinstance(batch, dict) else batch
-        return torch.stack([nn.functional.mse_loss(self(x), y) for x, y in parts if x is not None]).mean()
-
-
-@pytest.mark.parametrize(
-    ("loaders", "batches"),
-    [
-        (lambda: {"a": loader(8), "b": loader(20)}, 5),
-        (lambda: [loader(8), loader(20)], 5),
-        (lambda: CombinedLoader({"a": loader(8), "b": loader(20)}, "min_size"), 2),
-    ],
-)
-def test_several_training_loaders(loaders: Any, batches: int) -> None:
-    module = Several()
-    trainer = silent_trainer(devices=1, max_epochs=1)
-    trainer.fit(module, loaders())
-    assert module.seen["train"] == trainer.global_step == batches
-
-
-def test_several_validation_loaders() -> None:
-    class Logging(Counting):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("size", float(dataloader_idx + 1))
-            self.log("all", 1.0, add_dataloader_idx=False) if dataloader_idx == 1 else None
-
-    trainer = silent_trainer(devices=1, max_epochs=1)
-    trainer.fit(Logging(), loader(8), [loader(8), loader(4)])
-    assert float(trainer.callback_metrics["size/dataloader_idx_1"]) == 2.0
-    assert trainer.validate(dataloaders=[loader(8), loader(4)], verbose=False) == [
-        {"size/dataloader_idx_0": 1.0},
-        {"size/dataloader_idx_1": 2.0, "all": 1.0},
-    ]
-
-
 # ---- switches -----------------------------------------------------------------------------------------------------
 
 
@@ -357,30 +308,6 @@ def test_inference_mode(given: bool) -> None:
 
     silent_trainer(devices=1, inference_mode=given).test(Looking(), loader(4))
     assert seen == [(given, False)]
-
-
-class Normalised(Regressor):
-    def __init__(self) -> None:
-        super().__init__(optimizer="sgd", lr=0.1)
-        self.net = nn.Sequential(network()[0], nn.BatchNorm1d(16), *list(network())[1:])
-
-
-def normalised(ranks: int, sync: bool) -> tuple[Tensor, Tensor]:
-    module = Normalised()
-    trainer = silent_trainer(devices=ranks, max_epochs=1, sync_batchnorm=sync)
-    trainer.fit(module, loader(40, 8 // ranks))
-    assert type(module.net[1]) is nn.BatchNorm1d
-    statistics = torch.cat([buffer.double().flatten() for buffer in module.buffers()])
-    return weights_of(module), statistics
-
-
-def test_batch_statistics_over_all_ranks_are_those_of_one_process() -> None:
-    weights, statistics = normalised(1, False)
-    for own, seen in run_on_ranks(2, normalised, 2, True):
-        torch.testing.assert_close(own, weights, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(seen, statistics, rtol=1e-5, atol=1e-6)
-    for own, _ in run_on_ranks(2, normalised, 2, False):
-        assert not torch.allclose(own, weights, rtol=1e-5, atol=1e-6)
 
 
 def limited_on_ranks() -> tuple[int, int, list[float]]:

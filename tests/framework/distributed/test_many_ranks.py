@@ -18,7 +18,6 @@ from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord
 from phalanx.framework.checkpoint.safetensors_header import FileRecord, open_tensor_file
 from phalanx.framework.checkpoint.verify import problems_of
 from phalanx.framework.checkpoint.write_plan import CheckpointContents, Shard
-from phalanx.framework.core.errors import DesyncError
 from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
 from phalanx.framework.distributed import object_frames
 from phalanx.framework.distributed.control import Triggers
@@ -50,24 +49,6 @@ def test_thousands_of_ranks_at_one_late_step_agree(size: int) -> None:
         assert triggers.read().total_weight == size
 
 
-def late_and_apart(steps: tuple[int, ...]) -> str:
-    world = World.from_environment("cpu")
-    triggers = Triggers(world)
-    triggers.launch(steps[world.rank], 1.0, 1)
-    try:
-        triggers.read()
-    except DesyncError as error:
-        return str(error)
-    finally:
-        world.close()
-    return ""
-
-
-def test_ranks_that_differ_at_a_late_step_are_reported() -> None:
-    for message in run_on_ranks(2, late_and_apart, (2**20 - 1, 2**20)):
-        assert f"rank 1 is at {2**20}" in message
-
-
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
@@ -92,9 +73,8 @@ def objects_in_small_buffers() -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_objects_travel_in_small_buffers_too(num_ranks: int) -> None:
-    assert all(all(each) for each in run_on_ranks(num_ranks, objects_in_small_buffers))
+def test_objects_travel_in_small_buffers_too() -> None:
+    assert all(all(each) for each in run_on_ranks(3, objects_in_small_buffers))
     assert World.single().gather_object("mine") == ["mine"]
 
 

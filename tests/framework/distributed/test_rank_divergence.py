@@ -48,15 +48,6 @@ class NoneWithBuffers(Regressor):
         return None if self.global_rank == 1 and batch_idx % 3 == 1 else loss
 
 
-def none_with_buffers(window: int) -> tuple[int, Tensor]:
-    return fitted(NoneWithBuffers(), accumulate_grad_batches=window)
-
-
-@pytest.mark.parametrize(("window", "steps"), [(1, 8), (2, 4)])
-def test_none_where_buffers_are_broadcast(window: int, steps: int) -> None:
-    assert same(run_on_ranks(2, none_with_buffers, window)) == steps
-
-
 class WeightlessOrNone(Regressor):
     """Rank 0 has losses that weigh nothing, one of them NaN; rank 1 has none at all."""
 
@@ -68,28 +59,16 @@ class WeightlessOrNone(Regressor):
         return None if self.global_rank == 1 else loss * math.nan
 
 
-def weightless() -> tuple[int, Tensor]:
-    return fitted(WeightlessOrNone())
-
-
-def test_a_loss_without_weight_is_none() -> None:
-    assert same(run_on_ranks(2, weightless)) == 0
-
-
 class OneElement(Regressor):
+    """Has losses with a dim."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx).reshape(1)
 
 
-def one_element() -> tuple[int, Tensor]:
-    return fitted(OneElement())
-
-
-def test_a_loss_of_one_element_may_have_a_dim() -> None:
-    assert same(run_on_ranks(2, one_element)) == 8
-
-
 class Plateau(Regressor):
+    """Has a schedule that follows a value of each rank."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.log("train_loss", loss)
@@ -99,14 +78,6 @@ class Plateau(Regressor):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train_loss"}}
-
-
-def plateau() -> tuple[int, Tensor]:
-    return fitted(Plateau(), max_epochs=6)
-
-
-def test_a_plateau_of_one_ranks_value_is_that_of_all() -> None:
-    assert same(run_on_ranks(2, plateau)) == 48
 
 
 class Toggled(Regressor):
@@ -131,12 +102,47 @@ class Toggled(Regressor):
         return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 3)]
 
 
-def toggled() -> tuple[int, Tensor]:
-    return fitted(Toggled())
+class StopTakenBack(Regressor):
+    """Wishes to stop on both ranks, of which one takes that back."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.trainer.should_stop = True
+        if batch_idx == 3 and self.global_rank == 1:
+            self.trainer.should_stop = False
 
 
-def test_an_optimizer_steps_while_another_is_toggled() -> None:
-    assert same(run_on_ranks(2, toggled)) == 8
+class EndsEpoch(Regressor):
+    """Ends the epoch before its second batch, between two validations."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 1 else None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def val_dataloader(self) -> Any:
+        return loader(8)
+
+
+def trained(kind: type[Regressor], settings: dict[str, Any]) -> tuple[int, Tensor]:
+    return fitted(kind(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "steps"),
+    [
+        (NoneWithBuffers, {"accumulate_grad_batches": 2}, 4),
+        (WeightlessOrNone, {}, 0),
+        (OneElement, {}, 8),
+        (Plateau, {"max_epochs": 6}, 48),
+        (Toggled, {}, 8),
+        (StopTakenBack, {"min_steps": 6}, 8),
+        (EndsEpoch, {"val_check_interval": 1}, 1),
+    ],
+)
+def test_both_ranks_make_the_same_steps(kind: type[Regressor], settings: dict[str, Any], steps: int) -> None:
+    assert same(run_on_ranks(2, trained, kind, settings)) == steps
 
 
 class ByClosure(Regressor):
@@ -212,44 +218,6 @@ def test_an_overflow_of_one_optimizer_leaves_the_others_gradients_alone() -> Non
     assert module.seen == [1.0] * 4
     assert trainer.fabric.scaler is not None
     assert trainer.fabric.scaler.scale == 2.0**15
-
-
-class Withdraws(Callback):
-    """One rank takes back its wish to stop."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            trainer.should_stop = True
-        if batch_idx == 3 and trainer.global_rank == 1:
-            trainer.should_stop = False
-
-
-def withdrawn() -> tuple[int, Tensor]:
-    return fitted(Regressor(), callbacks=[Withdraws()], min_steps=6)
-
-
-def test_a_stop_taken_back_on_one_rank_is_taken_back_on_all() -> None:
-    assert same(run_on_ranks(2, withdrawn)) == 8
-
-
-class EndsEpoch(Regressor):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 1 else None
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-
-def ended_epoch(validates_every: int) -> tuple[int, Tensor]:
-    module = EndsEpoch()
-    trainer = silent_trainer(devices=2, max_epochs=1, val_check_interval=validates_every)
-    trainer.fit(module, loader(64, 4), loader(8))
-    return trainer.global_step, weights_of(module)
-
-
-@pytest.mark.parametrize("validates_every", [1, 2])
-def test_an_epoch_ends_before_a_refused_batch_though_a_validation_comes_between(validates_every: int) -> None:
-    assert same(run_on_ranks(2, ended_epoch, validates_every)) == 1
 
 
 def own_shards(root: str) -> tuple[bool, int, int]:

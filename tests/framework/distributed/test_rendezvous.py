@@ -100,7 +100,7 @@ def start(
 def test_ranks_meet_twice_on_one_address_and_not_those_of_an_earlier_start(tmp_path: Path) -> None:
     script, port = tmp_path / "script.py", free_port()
     script.write_text(SCRIPT)
-    old = start(1, 0, port, 6.0, script)
+    old = start(1, 0, port, 3.0, script)
     ranks = [start(rank, 1, port, 60.0, script) for rank in range(2)]
     try:
         printed = [process.communicate(timeout=60)[0] for process in ranks]

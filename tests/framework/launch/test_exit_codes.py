@@ -13,10 +13,7 @@ from phalanx.framework.launch import exit_hooks
 
 FIRST_ERRORS = {
     "Fabric(strategy='fdsp')": (78, "UnknownNameError: strategy='fdsp' is not known."),
-    "TrainModule.load_from_checkpoint('nowhere.ckpt')": (
-        65,
-        "CheckpointError: checkpoint 'nowhere.ckpt' does not",
-    ),
+    "TrainModule.load_from_checkpoint('nowhere.ckpt')": (65, "CheckpointError: checkpoint 'nowhere.ckpt' does not"),
     "Trainer(precison=1)": (78, "UnknownArgumentError: Trainer(precison=1)"),
     "raise KeyError('mine')": (1, "KeyError: 'mine'"),
 }
@@ -27,14 +24,17 @@ def test_the_first_error_of_a_script_gives_its_exit_code(call: str) -> None:
     code, message = FIRST_ERRORS[call]
     done = run_script(f"from phalanx import Fabric, Trainer, TrainModule\n{call}")
     assert done.returncode == code
-    lines = done.stdout.splitlines()
-    assert message in lines[-1]
-    assert len(lines) <= 5, "the traceback holds the user's lines only"
+    # Python 3.13 marks the expression in a line of its own.
+    head, place, line, last = [line for line in done.stdout.splitlines() if line.strip(" ~^")]
+    assert head == "Traceback (most recent call last):"
+    assert place.endswith('script.py", line 2, in <module>')
+    assert line.strip() == call
+    assert message in last
 
 
-@pytest.mark.parametrize("use", ["", "from phalanx import Trainer\nTrainer(accelerator='cpu', barebones=True)\n"])
-def test_an_interrupt_ends_the_process_by_its_signal(use: str) -> None:
-    done = run_script(f"import phalanx\n{use}raise KeyboardInterrupt", is_new=True)
+def test_an_interrupt_ends_the_process_by_its_signal() -> None:
+    use = "from phalanx import Trainer\nTrainer(accelerator='cpu', barebones=True)\n"
+    done = run_script(f"{use}raise KeyboardInterrupt", is_new=True)
     assert done.returncode == -signal.SIGINT
 
 

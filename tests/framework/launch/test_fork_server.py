@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import py_compile
 import shutil
 import signal
 import subprocess
@@ -82,13 +81,6 @@ def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:
     done = run_command([sys.executable, str(script), str(tmp_path)], tmp_path, env=environment)
     expected = "seen 1 script.py None True 4 True True 1 False True True True"
     assert sorted(done.stdout.splitlines()) == ["['0', '1'] 4", f"[rank 1] {expected}", "hello", expected], done.stdout
-
-
-def test_a_script_of_byte_code_runs(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(HEAD + "launch(ranks=1)\nprint('began', flush=True)\n")
-    py_compile.compile(str(tmp_path / "script.py"), str(tmp_path / "script.pyc"))
-    done = run_command([sys.executable, str(tmp_path / "script.pyc")], tmp_path)
-    assert done.stdout.splitlines() == ["began"]
 
 
 def test_a_traceback_has_no_frames_of_the_fork_server() -> None:
@@ -171,24 +163,31 @@ int cuDeviceGetCount(int *count) { return is_initialized ? 0 : 3; }
 """
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a library that other libraries take for CUDA's driver."""
+@pytest.fixture
+def special(tmp_path: Path) -> Path:
+    """Make a module that loads a library which others take for CUDA's driver."""
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("no C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    (folder / "driver.c").write_text(DRIVER)
-    library = folder / "driver.so"
-    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(folder / "driver.c")]
+    library, source = tmp_path / "driver.so", tmp_path / "driver.c"
+    source.write_text(DRIVER)
+    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
     subprocess.run(command, check=True)
-    return library
+    module = tmp_path / "special.py"
+    module.write_text(f"import ctypes\ndriver = ctypes.CDLL({str(library)!r})\n")
+    return module
 
 
-@pytest.mark.parametrize(("initializes", "is_kept"), [("driver.cuInit(0)", False), ("pass", True)])
-def test_ranks_are_forked_without_libraries_that_initialize_an_accelerator(
-    tmp_path: Path, driver: Path, initializes: str, is_kept: bool
-) -> None:
-    (tmp_path / "special.py").write_text(f"import ctypes\ndriver = ctypes.CDLL({str(driver)!r})\n{initializes}\n")
+def test_a_driver_that_is_loaded_prevents_forks_once_it_is_initialized(special: Path) -> None:
+    source = (
+        "from phalanx.framework.launch.fork_server_main import _prevents_forks\n"
+        f"import sys\nsys.path.append({str(special.parent)!r})\nimport special\n"
+        "before = _prevents_forks()\nspecial.driver.cuInit(0)\nprint(before, _prevents_forks())\n"
+    )
+    assert run_script(source).stdout == "False True\n"
+
+
+def test_ranks_are_forked_without_libraries_that_initialize_an_accelerator(tmp_path: Path, special: Path) -> None:
+    special.write_text(special.read_text() + "driver.cuInit(0)\n")
     script = tmp_path / "script.py"
     # Only in a forked rank are there objects that are excluded from garbage collection.
     script.write_text(
@@ -201,7 +200,7 @@ def test_ranks_are_forked_without_libraries_that_initialize_an_accelerator(
         "if not attempt(): os._exit(1)\n"
     )
     done = run_script(script, cwd=tmp_path)
-    for line in (f"forked True {is_kept} {number}" for number in (0, 1)):
+    for line in (f"forked True False {number}" for number in (0, 1)):
         assert line in done.stdout
         assert f"[rank 1] {line}" in done.stdout
     assert done.returncode == 0

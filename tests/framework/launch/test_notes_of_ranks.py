@@ -12,11 +12,8 @@ from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from small_fits import capturing
 
-from phalanx.framework.core.errors import DesyncError
 from phalanx.framework.diagnostics.loss_checks import MAX_NOTES, WARM_UP, LossSpikes
-from phalanx.framework.distributed.control import Triggers
 from phalanx.framework.distributed.straggler import LASTING, Pace
-from phalanx.framework.distributed.world import World
 from phalanx.framework.loop.window_batches import timed
 
 
@@ -62,21 +59,6 @@ def test_different_names_of_metrics_are_reported_before_the_epoch_ends() -> None
 
 def test_names_that_follow_a_step_later_are_not_reported() -> None:
     assert run_on_ranks(2, logged, "late") == [[], []]
-
-
-def elsewhere() -> str:
-    world = World.from_environment("cpu")
-    triggers = Triggers(world)
-    triggers.launch(3 + world.rank, weight=1.0, batches=1)
-    with pytest.raises(DesyncError) as met:
-        triggers.read()
-    world.close()
-    return str(met.value)
-
-
-def test_the_rank_at_another_step_is_named() -> None:
-    for message in run_on_ranks(2, elsewhere):
-        assert "rank 1 is at 4, rank 0 at 3" in message
 
 
 # ---- slow ranks -----------------------------------------------------------------------------------------------------
@@ -185,22 +167,3 @@ def test_a_run_reports_at_most_five_spikes() -> None:
 
 def test_tiny_runs_are_not_judged() -> None:
     assert judged([1.0 + step % 3 * 0.1 for step in range(100)] + [100.0] + [1.0] * 50) == []
-
-
-class Jumps(Regressor):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx) * 1e-3
-        return loss + (100.0 if self.global_rank == 1 and batch_idx == WARM_UP + 5 else 1.0 + batch_idx % 3 * 0.1)
-
-
-def jumped() -> list[str]:
-    trainer = silent_trainer(devices=2, max_epochs=1)
-    notes = capturing(trainer)
-    trainer.fit(Jumps(), loader(8 * (WARM_UP + 10), 4))
-    return [note for note in notes if "rose" in note]
-
-
-def test_a_spike_on_any_rank_is_noted_once() -> None:
-    for notes in run_on_ranks(2, jumped):
-        assert len(notes) == 1
-        assert notes[0].startswith(f"The loss rose to 100 at optimizer step {WARM_UP + 5} (epoch 0) on rank 1")

@@ -307,8 +307,7 @@ def test_a_launcher_that_fails_itself_ends_the_others(pair: Several) -> None:
         closing.result(60.0)
 
 
-@pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize("own", [SUCCESS, Verdict(76, "stalled", failed=True, rank=0)])
+@pytest.mark.parametrize(("node", "own"), [(0, SUCCESS), (1, Verdict(76, "stalled", failed=True, rank=0))])
 def test_after_a_second_interrupt_the_other_nodes_are_not_waited_for(pair: Several, node: int, own: Verdict) -> None:
     leaving = pair.launchers[node]
     with ThreadPoolExecutor(1) as pool:

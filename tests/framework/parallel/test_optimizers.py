@@ -11,7 +11,7 @@ from models import Regressor, loader, network, regression_data, silent_trainer, 
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from phalanx import TrainModule
 from phalanx.strategies import FSDPStrategy
@@ -79,6 +79,20 @@ def test_every_form_of_configure_optimizers(make: Callable[[TrainModule], Any], 
     assert module.counts == [counts]
 
 
+def scheduled(schedule: Callable[[Optimizer], Any], **config: Any) -> Callable[[TrainModule], Any]:
+    """Return a function that makes an optimizer and its schedule."""
+
+    def make(module: TrainModule) -> Any:
+        optimizer = sgd(module)
+        return [optimizer], [{"scheduler": schedule(optimizer), **config}]
+
+    return make
+
+
+def plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -89,31 +103,19 @@ def test_every_form_of_configure_optimizers(make: Callable[[TrainModule], Any], 
     ],
 )
 def test_a_scheduler_steps_by_its_interval_and_frequency(config: dict[str, Any], expected: list[float]) -> None:
-    def make(module: TrainModule) -> Any:
-        optimizer = sgd(module)
-        return [optimizer], [{"scheduler": halving(optimizer), **config}]
-
-    assert rates(make) == expected
+    assert rates(scheduled(halving, **config)) == expected
 
 
 def test_a_step_is_an_optimizer_step() -> None:
-    def make(module: TrainModule) -> Any:
-        optimizer = sgd(module)
-        return [optimizer], [{"scheduler": halving(optimizer), "interval": "step"}]
-
     # Windows of two of five batches: the last one of an epoch is short, and a step as well.
-    found = rates(make, epochs=2, batches=5, accumulate_grad_batches=2)
+    found = rates(scheduled(halving, interval="step"), epochs=2, batches=5, accumulate_grad_batches=2)
     assert found == [1, 1, 0.5, 0.5, 0.25, 0.125, 0.125, 0.0625, 0.0625, 0.03125]
 
 
 def test_reduce_on_plateau_follows_its_metric() -> None:
-    def make(module: TrainModule) -> Any:
-        optimizer = sgd(module)
-        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
-
     # val_loss is 1, 2, 3: worse from the second epoch on.
-    assert rates(make, epochs=4) == [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]
+    found = rates(scheduled(plateau, monitor="val_loss"), epochs=4)
+    assert found == [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]
 
 
 def test_reduce_on_plateau_by_step_reads_what_the_step_logged() -> None:
@@ -122,41 +124,13 @@ def test_reduce_on_plateau_by_step_reads_what_the_step_logged() -> None:
             self.log("figure", float(batch_idx))
             return super().training_step(batch, batch_idx)
 
-    def make(module: TrainModule) -> Any:
-        optimizer = sgd(module)
-        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return [optimizer], [{"scheduler": plateau, "monitor": "figure", "interval": "step"}]
-
-    module = Logging(make)
+    module = Logging(scheduled(plateau, monitor="figure", interval="step"))
     silent_trainer(devices=1, max_epochs=1, nonfinite="ignore").fit(module, loader(16))
     assert module.rates == [1, 1, 0.5, 0.25]
 
 
 def test_a_monitor_that_is_not_strict_may_be_missing() -> None:
-    def make(module: TrainModule) -> Any:
-        optimizer = sgd(module)
-        config = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "missing", "strict": False}
-        return {"optimizer": optimizer, "lr_scheduler": config}
-
-    assert rates(make, epochs=1) == [1, 1]
-
-
-def test_lr_scheduler_step_may_be_taken_over() -> None:
-    seen: list[Any] = []
-
-    class Own(Trained):
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            seen.append(metric)
-            scheduler.step(epoch=10)
-
-    def make(module: TrainModule) -> Any:
-        optimizer = sgd(module)
-        return [optimizer], [halving(optimizer)]
-
-    module = Own(make)
-    silent_trainer(devices=1, max_epochs=2, nonfinite="ignore").fit(module, loader(4))
-    assert seen == [None, None]
-    assert module.rates == [1, 0.5**10]
+    assert rates(scheduled(plateau, monitor="missing", strict=False), epochs=1) == [1, 1]
 
 
 # ---- taking over a part of the update -----------------------------------------------------------------------------
@@ -233,18 +207,24 @@ def fitted(kind: type[Regressor], strategy: str, ranks: int, arguments: dict[str
     return weights_of(module), trainer.global_step
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+VALUES = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+
 @pytest.mark.parametrize(
-    ("kind", "arguments", "change"),
+    ("strategy", "ranks", "kind", "arguments", "change"),
     [
-        (WarmedUp, {}, warm_up),
-        (KeptGradients, {}, nothing),
-        (ClippedByHand, {"gradient_clip_val": 0.1}, clip_hard),
-        (Regressor, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, clip_values),
+        ("single", 1, WarmedUp, {}, warm_up),
+        ("fsdp", 2, WarmedUp, {}, warm_up),
+        ("ddp", 2, KeptGradients, {}, nothing),
+        ("fsdp", 2, KeptGradients, {}, nothing),
+        ("ddp", 2, ClippedByHand, {"gradient_clip_val": 0.1}, clip_hard),
+        ("fsdp", 2, ClippedByHand, {"gradient_clip_val": 0.1}, clip_hard),
+        ("ddp", 2, Regressor, VALUES, clip_values),
+        ("fsdp", 2, Regressor, VALUES, clip_values),
     ],
 )
 def test_overrides_do_what_they_do_in_plain_torch(
-    kind: type[Regressor], arguments: dict[str, Any], change: Any, strategy: str, ranks: int
+    strategy: str, ranks: int, kind: type[Regressor], arguments: dict[str, Any], change: Any
 ) -> None:
     for weights, steps in run_on_ranks(ranks, fitted, kind, strategy, ranks, arguments):
         assert steps == BATCHES
@@ -281,16 +261,6 @@ def test_hooks_around_the_update_see_unscaled_gradients() -> None:
             trainer.fabric.scaler.scale = 256.0
         trainer.fit(Looking(), loader(4))
     assert norms["16-mixed"] == pytest.approx(norms["32-true"], rel=1e-2)
-
-
-def test_chained_schedules_of_torch_work() -> None:
-    def make(module: TrainModule) -> Any:
-        optimizer = sgd(module)
-        warm = LinearLR(optimizer, start_factor=0.5, total_iters=2)
-        chain = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, ExponentialLR(optimizer, 0.5)], [2])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": chain, "interval": "step"}}
-
-    assert rates(make, epochs=1, batches=5) == [0.5, 0.75, 1.0, 0.5, 0.25]
 
 
 def test_the_number_of_steps_is_known_in_configure_optimizers() -> None:

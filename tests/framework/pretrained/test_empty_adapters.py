@@ -82,15 +82,6 @@ def test_adapters_that_lost_their_values_are_refused(inside: bool, folder: Path)
         started("single", 1, folder, inside)
 
 
-def lost_under_fsdp(folder: Path) -> None:
-    with refuses(ConfigurationError, "'default'", "layers.0.self_attn.q_proj", "without torch.device('meta')"):
-        started("fsdp", 2, folder, True)
-
-
-def test_all_ranks_refuse_them(folder: Path) -> None:
-    run_on_ranks(2, lost_under_fsdp, folder, timeout=120)
-
-
 class Own(TrainModule):
     """A model of its own on the meta device, with adapters."""
 
@@ -110,10 +101,13 @@ class Own(TrainModule):
         return torch.optim.SGD((one for one in self.parameters() if one.requires_grad), lr=0.1)
 
 
-def own() -> None:
+def refused_on_ranks(folder: Path) -> None:
+    with refuses(ConfigurationError, "'default'", "layers.0.self_attn.q_proj", "without torch.device('meta')"):
+        started("fsdp", 2, folder, True)
+    # Layers of no library do not draw values for adapters.
     with refuses(ConfigurationError, "'default'", "without torch.device('meta')"):
         silent_trainer(strategy="fsdp", devices=2, max_steps=1).fit(Own(), row_loader(6, 3))
 
 
-def test_layers_of_no_library_do_not_draw_values_for_adapters() -> None:
-    run_on_ranks(2, own, timeout=120)
+def test_all_ranks_refuse_them(folder: Path) -> None:
+    run_on_ranks(2, refused_on_ranks, folder, timeout=120)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,47 +81,38 @@ def test_files_behind_links_are_read(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(open_weights(cache).tensors["b"].read(), torch.arange(11))
 
 
-def damaged(folder: Path, what: str) -> None:
-    first = folder / "model-00001-of-00002.safetensors"
-    if what == "missing":
-        first.unlink()
-    elif what == "truncated":
-        first.write_bytes(first.read_bytes()[:-1])
-    elif what == "longer":
-        first.write_bytes(first.read_bytes() + b"\0")
-    elif what == "header":
-        first.write_bytes(first.read_bytes()[:40])
-    elif what == "empty":
-        first.write_bytes(b"")
-    elif what == "huge header":
-        first.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
-    elif what == "not json":
-        first.write_bytes((8).to_bytes(8, "little") + b"{'a': 1}")
-    elif what == "wrong size":
-        header = json.dumps({"a.weight": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}).encode()
-        first.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
-    elif what == "into the header":
-        header = json.dumps({"a.weight": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}).encode()
-        first.write_bytes(len(header).to_bytes(8, "little") + header)
+def with_header(header: bytes, data: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def of_one_tensor(shape: list[int], offsets: list[int]) -> bytes:
+    return json.dumps({"a.weight": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
 
 
 @pytest.mark.parametrize(
-    ("what", "name"),
+    ("damaged", "name"),
     [
-        ("missing", "No such file"),
-        ("truncated", "bytes"),
-        ("longer", "bytes"),
-        ("header", "header"),
-        ("empty", "header"),
-        ("huge header", "header"),
-        ("not json", "Expecting"),
-        ("wrong size", "[9]"),
-        ("into the header", "[1]"),
+        (lambda data: data[:-1], "bytes"),
+        (lambda data: data + b"\0", "bytes"),
+        (lambda data: data[:40], "header"),
+        (lambda data: b"", "header"),
+        (lambda data: (1 << 40).to_bytes(8, "little") + b"{}", "header"),
+        (lambda data: with_header(b"{'a': 1}"), "Expecting"),
+        (lambda data: with_header(of_one_tensor([9], [0, 4]), b"\0" * 4), "[9]"),
+        (lambda data: with_header(of_one_tensor([1], [-4, 0])), "[1]"),
     ],
+    ids=["truncated", "longer", "short header", "empty", "huge header", "not json", "wrong size", "into the header"],
 )
-def test_damaged_files_are_refused(what: str, name: str, folder: Path) -> None:
-    damaged(folder, what)
+def test_damaged_files_are_refused(damaged: Callable[[bytes], bytes], name: str, folder: Path) -> None:
+    first = folder / "model-00001-of-00002.safetensors"
+    first.write_bytes(damaged(first.read_bytes()))
     with refuses(CheckpointError, "00001-of-00002", name):
+        open_weights(folder)
+
+
+def test_a_missing_file_is_refused(folder: Path) -> None:
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    with refuses(CheckpointError, "00001-of-00002", "No such file"):
         open_weights(folder)
 
 

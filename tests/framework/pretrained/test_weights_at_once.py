@@ -83,8 +83,6 @@ def started(kind: type[Edited], strategy: Any, ranks: int, folder: Path, empty: 
         ("ddp", 2, False),
         ("fsdp", 2, False),
         ("fsdp", 2, True),
-        ("zero2", 2, False),
-        ("zero3", 2, False),
         ("zero3", 2, True),
     ],
 )

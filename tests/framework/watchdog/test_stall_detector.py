@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import math
 import os
 import subprocess
@@ -17,9 +16,9 @@ from typing import Any, cast
 
 import pytest
 from messages import refuses
-from model_script import MODEL
 from models import Regressor, loader, silent_trainer
-from ranks import run_on_ranks, run_script
+from ranks import run_on_ranks
+from simulated_ranks import AT_WORK, WAITING, SimulatedRanks, record
 
 import phalanx
 from phalanx import Trainer
@@ -40,19 +39,11 @@ from phalanx.framework.watchdog.silence import FIRST_SECONDS, LEAST_SECONDS, Sil
 from phalanx.framework.watchdog.stack_dump import Stacks, parse_stacks
 from phalanx.framework.watchdog.stall_detector import StallDetector
 
-AT_WORK = Stacks(('  File "train.py", line 3 in training_step',))
 ELSEWHERE = Stacks(('  File "train.py", line 4 in training_step',))
-WAITING = Stacks(('  File "/lib/torch/distributed/distributed_c10d.py", line 9 in all_reduce',))
 STOPPED = Stacks(state="T")
 COLLECTING = Stacks(("  Garbage-collecting", *AT_WORK.frames))
 STARVED = Stacks(state="R")
 DEBUGGED = Stacks(('  File "/lib/python3.11/pdb.py", line 9 in user_line',))
-
-
-def record(number: int, section: str = "step", phase: int = 0, limit: Any = None) -> HeartbeatRecord:
-    return HeartbeatRecord(
-        1, 1, 0, resolve_stall_timeout(limit), number, SECTIONS.index(section), phase, number, 0, number
-    )
 
 
 class TrackedRanks:
@@ -172,27 +163,6 @@ def test_a_rank_outside_of_fit_has_25_minutes_once_another_waits_for_it() -> Non
     assert tracked.late(inside, None) == []
     tracked.pass_seconds(FIRST_SECONDS, inside, None)
     assert tracked.late(inside, None) == [1]
-
-
-class SimulatedRanks:
-    """Simulated ranks whose records and stacks are given."""
-
-    def __init__(self, records: Mapping[int, HeartbeatRecord | None], stacks: Mapping[int, list[Stacks]]) -> None:
-        self._records = dict(records)
-        self._stacks = {rank: itertools.cycle(each) for rank, each in stacks.items()}
-        self.asked: list[set[int]] = []
-        self.peer_is_behind = False
-
-    def records(self, pids: Mapping[int, int]) -> dict[int, HeartbeatRecord | None]:
-        return {rank: self._records[rank] for rank in pids}
-
-    def stacks(self, pids: Mapping[int, int], records: Mapping[int, HeartbeatRecord | None]) -> dict[int, Stacks]:
-        if pids:
-            self.asked.append(set(pids))
-        return {rank: next(self._stacks[rank]) for rank in pids}
-
-    def another_is_behind(self) -> bool:
-        return self.peer_is_behind
 
 
 def message_of(
@@ -444,35 +414,6 @@ def test_a_rank_that_failed_and_hangs_as_it_exits_is_reported_with_its_error(tmp
     verdict, _ = watch_ranks(Supervisor(str(tmp_path)), tmp_path, "wait", "sleep")
     assert (verdict.exit_code, verdict.rank) == (1, 1)
     assert verdict.message.endswith("ValueError: the cause")
-
-
-SCRIPT = f"""{MODEL}
-class Sleeping(Model):
-    def training_step(self, batch, index):
-        if self.global_step == 3 and self.global_rank == int(sys.argv[1]) - 1:
-            time.sleep(60)
-        return super().training_step(batch, index)
-
-if __name__ == "__main__":
-    trainer = Trainer(
-        strategy=sys.argv[2], devices=int(sys.argv[1]), accelerator="cpu", max_steps=5, stall_timeout={{"step": 2}},
-        **quiet,
-    )
-    trainer.fit(Sleeping(), loader(32, 2))
-"""
-LINE = SCRIPT.splitlines().index("            time.sleep(60)") + 1
-
-
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (1, "single")])
-def test_a_run_that_stalls_ends_with_76(ranks: int, strategy: str) -> None:
-    done = run_script(SCRIPT, str(ranks), strategy, timeout=180.0)
-    assert done.returncode == 76, done.stdout
-    lines = done.stdout.splitlines()
-    assert lines[-1].startswith(f"rank {ranks - 1} (pid ")
-    assert "at step 3 (epoch 0, batch 3); the limit is 2 s" in lines[-1]
-    assert any(f'script.py", line {LINE} in training_step' in line for line in lines[-40:])
-    if ranks == 2:
-        assert any(line.startswith("rank 0 ") and line.endswith("(waiting for others):") for line in lines)
 
 
 def test_without_a_script_a_stall_is_reported_and_training_continues(

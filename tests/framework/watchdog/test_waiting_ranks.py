@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import pytest
 from model_script import MODEL
 from ranks import run_script
+from simulated_ranks import AT_WORK, WAITING, SimulatedRanks, record
 
 from phalanx.framework.watchdog import waiting_ranks
-from phalanx.framework.watchdog.heartbeat import SECTIONS, HeartbeatRecord, resolve_stall_timeout
+from phalanx.framework.watchdog.heartbeat import HeartbeatRecord
 from phalanx.framework.watchdog.silence import FIRST_SECONDS
 from phalanx.framework.watchdog.stack_dump import Stacks
 from phalanx.framework.watchdog.waiting_ranks import ENDED_SECONDS, SIGNAL_SECONDS, WaitingRanks
 
-AT_WORK = Stacks(('  File "train.py", line 3 in training_step',))
-WAITING = Stacks(('  File "/lib/torch/distributed/distributed_c10d.py", line 9 in all_reduce',))
-INSIDE = HeartbeatRecord(1, 1, 0, resolve_stall_timeout(None), 7, SECTIONS.index("epoch"), 0, 7, 0, 7)
-
-
-class Ranks:
-    """Simulated ranks, all in one section, with given stacks."""
-
-    def __init__(self, stacks: Mapping[int, Stacks], record: HeartbeatRecord | None) -> None:
-        self.given, self.record = stacks, record
-
-    def records(self, pids: Mapping[int, int]) -> dict[int, HeartbeatRecord | None]:
-        return dict.fromkeys(pids, self.record)
-
-    def stacks(self, pids: Mapping[int, int], records: Mapping[int, HeartbeatRecord | None]) -> dict[int, Stacks]:
-        return {rank: self.given[rank] for rank in pids}
-
-    def another_is_behind(self) -> bool:
-        return False
+INSIDE = record(7, "epoch")
 
 
 def message_of(
     monkeypatch: pytest.MonkeyPatch,
     stacks: list[Stacks],
     seconds: float,
-    record: HeartbeatRecord | None = INSIDE,
+    inside: HeartbeatRecord | None = INSIDE,
     ended: tuple[int, ...] = (),
     has_signal: bool = False,
     cpu: float = 0.0,
@@ -48,7 +30,8 @@ def message_of(
     """Return the last line of the message about ranks in one state for ``seconds``; empty if there is none."""
     now = [0.0]
     monkeypatch.setattr(waiting_ranks, "work_seconds", lambda pid: cpu * now[0])
-    ranks = WaitingRanks(Ranks(dict(enumerate(stacks)), record), clock=lambda: now[0])
+    given = SimulatedRanks(dict.fromkeys(range(len(stacks)), inside), {n: [each] for n, each in enumerate(stacks)})
+    ranks = WaitingRanks(given, clock=lambda: now[0])
     running = {rank: 10 + rank for rank in range(len(stacks)) if rank not in ended}
     while now[0] < seconds:
         stall = ranks.check(running, {rank: 10 + rank for rank in ended}, has_signal)
@@ -82,8 +65,8 @@ def test_ranks_that_may_still_end_by_themselves_are_left(
     long = 3 * SIGNAL_SECONDS
     assert message_of(monkeypatch, [AT_WORK, WAITING], long, ended=ended, has_signal=True) == ""
     assert message_of(monkeypatch, [WAITING, WAITING], long, ended=ended, has_signal=True, cpu=0.9) == ""
-    for record in (outside, None):
-        assert message_of(monkeypatch, [WAITING, WAITING], long, record, ended, has_signal=True) == ""
+    for where in (outside, None):
+        assert message_of(monkeypatch, [WAITING, WAITING], long, where, ended, has_signal=True) == ""
 
 
 def test_a_learned_limit_passes_before_a_collective_fails_with_an_error_that_names_no_rank() -> None:
