@@ -1,8 +1,12 @@
-"""The job that ``phalanx launch --on ray`` writes, on a Ray cluster of this machine: `make services` runs it."""
+"""What runs on a Ray cluster of this machine: the job that ``phalanx launch --on ray`` writes, and Ray Tune's trials.
+
+`make services` runs these tests.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -13,6 +17,8 @@ from pathlib import Path
 import pytest
 import ray_cluster
 from ranks import run_command, started_command
+
+import phalanx
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -75,3 +81,16 @@ def test_a_ray_job_that_was_preempted_runs_again(
     started = sorted(path.name for path in tmp_path.glob("rank_*"))
     assert started == [f"rank_{rank}_of_2_turn_{turn}" for rank in range(2) for turn in range(len(turns))], done.stdout
     assert done.stdout.count("the run is started again, from its newest checkpoint") == len(turns) - 1
+
+
+PAGE = Path(phalanx.__file__).parent / "docs" / "sweeps.md"
+
+
+def test_the_page_on_sweeps_finds_the_best_value_by_ray_tune(tmp_path: Path, cluster: dict[str, str]) -> None:
+    own, of_ray = re.findall(r"(?ms)^```python[^\n]*\n(.*?)^```$", PAGE.read_text(encoding="utf-8"))
+    parts = own.partition("study = ")[0], "import ray", "ray.init()", of_ray, "print('best', best.config)"
+    (tmp_path / "tuned.py").write_text("\n".join(parts))
+    variables = {**cluster, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    done = run_command([sys.executable, "tuned.py"], tmp_path, variables, timeout=240.0)
+    assert done.returncode == 0, done.stdout
+    assert "best {'lr': 0.1}" in done.stdout

@@ -13,7 +13,6 @@ from ranks import run_on_ranks, run_script, started_script, wait_until
 from safetensors.torch import load_file
 
 CASES: dict[str, dict[str, Any]] = {
-    "default": {},
     "deterministic": {"deterministic": True},
     "fused": {"optimizer": "fused"},
     "fused-bf16": {"optimizer": "fused", "precision": "bf16-mixed"},
