@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,36 +73,29 @@ print("RESULT", json.dumps(train(sys.argv[1])))
 """
 
 
-def plain_torch(batch_size: int, ranks: int) -> list[Any]:
-    """Train the same model in one process, on batches that ``ranks`` processes share."""
+def plain_torch() -> list[Any]:
+    """Train the same model in one process, on the batches that two processes share."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
-    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2 * batch_size * ranks)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=24)
     for _ in range(3):
         for inputs, targets in loader:
             nn.functional.mse_loss(model(inputs), targets).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            for _ in range(ranks):
+            for _ in range(2):
                 scheduler.step()
             optimizer.zero_grad()
     return [parameter.tolist() for parameter in model.parameters()]
 
 
-def on_rank(program: str, folder: Path, devices: int) -> Any:
+def on_rank(folder: Path, devices: int) -> Any:
     namespace: dict[str, Any] = {"__name__": "loop"}
-    exec(program.format(accelerate="phalanx.compat.accelerate"), namespace)
+    exec(LOOP.format(accelerate="phalanx.compat.accelerate"), namespace)
     return namespace["train"](str(folder), devices=devices)
-
-
-def with_accelerate(program: str, folder: Path) -> Any:
-    """Return what a program prints that runs with Accelerate itself."""
-    pytest.importorskip("accelerate")
-    output = run_script(program.format(accelerate="accelerate") + ENDING, str(folder / "theirs")).stdout
-    return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
 
 
 def assert_equal_weights(actual: list[Any], expected: list[Any]) -> None:
@@ -110,8 +104,10 @@ def assert_equal_weights(actual: list[Any], expected: list[Any]) -> None:
 
 
 def test_a_loop_trains_as_with_accelerate(tmp_path: Path) -> None:
-    theirs = with_accelerate(LOOP, tmp_path)
-    ours = on_rank(LOOP, tmp_path / "ours", devices=1)
+    pytest.importorskip("accelerate")
+    output = run_script(LOOP.format(accelerate="accelerate") + ENDING, str(tmp_path / "theirs")).stdout
+    theirs = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
+    ours = on_rank(tmp_path / "ours", devices=1)
     assert_equal_weights(ours[0], theirs[0])
     assert ours[1:3] == (pytest.approx(theirs[1], abs=1e-6), pytest.approx(theirs[2]))
     assert ours[3] == theirs[3] == "NO"
@@ -122,64 +118,50 @@ def test_a_loop_trains_as_with_accelerate(tmp_path: Path) -> None:
 
 
 def test_a_loop_on_two_ranks_trains_as_plain_torch(tmp_path: Path) -> None:
-    results = run_on_ranks(2, on_rank, LOOP, tmp_path, 2)
+    results = run_on_ranks(2, on_rank, tmp_path, 2)
     for weights, rows, rates, kind in results:
-        assert_equal_weights(weights, plain_torch(4, ranks=2))
+        assert_equal_weights(weights, plain_torch())
         assert (len(rows), rates, kind) == (32, [pytest.approx(0.01 * (1 - 0.9 * 12 / 24))], "MULTI_CPU")
 
 
-# A loop that accumulates without `accumulate`: `no_sync` skips the reduction, and `backward` divides the loss.
-BY_HAND = """
-import contextlib, json
-import torch
-from torch import nn
-from {accelerate} import Accelerator
-
-
-def train(folder, **options):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, **options)
+def accumulated_by_hand() -> tuple[int, list[float], list[float]]:
+    """Accumulate without ``accumulate``: ``no_sync`` skips the reduction, and ``backward`` divides the loss."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, devices=2)
     accelerator.gradient_accumulation_steps = 2
     torch.manual_seed(1)
-    model = nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    rows = torch.randn(4, 2, 2, 3, 4, generator=torch.Generator().manual_seed(0))
+    net = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
     norms = []
-    for window in rows:
+    for window in torch.randn(4, 2, 2, 3, 4, generator=torch.Generator().manual_seed(0)):
         for number, ranks in enumerate(window):
-            skips = number == 0 and accelerator.num_processes > 1
-            with model.no_sync() if skips else contextlib.nullcontext():
+            with model.no_sync() if number == 0 else nullcontext():
                 accelerator.backward(model(ranks[accelerator.process_index]).square().mean())
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
     return accelerator.gradient_accumulation_steps, norms, model.weight.flatten().tolist()
-"""
 
 
-def by_hand_in_plain_torch(ranks: int) -> tuple[list[float], list[float]]:
+def by_hand_in_plain_torch() -> tuple[list[float], list[float]]:
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     rows = torch.randn(4, 2, 2, 3, 4, generator=torch.Generator().manual_seed(0))
     norms = []
     for window in rows:
-        model(window[:, :ranks].flatten(end_dim=-2)).square().mean().backward()
+        model(window.flatten(end_dim=-2)).square().mean().backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
     return norms, model.weight.flatten().tolist()
 
 
-def test_accumulation_without_accumulate_trains_as_with_accelerate(tmp_path: Path) -> None:
-    for mine, other in zip(on_rank(BY_HAND, tmp_path, 1), with_accelerate(BY_HAND, tmp_path), strict=True):
-        assert mine == pytest.approx(other, abs=1e-6)
-
-
-def test_accumulation_without_accumulate_on_two_ranks_trains_as_plain_torch(tmp_path: Path) -> None:
-    for steps, norms, weights in run_on_ranks(2, on_rank, BY_HAND, tmp_path, 2):
+def test_accumulation_without_accumulate_on_two_ranks_trains_as_plain_torch() -> None:
+    expected_norms, expected = by_hand_in_plain_torch()
+    for steps, norms, weights in run_on_ranks(2, accumulated_by_hand):
         assert steps == 2
-        assert norms == pytest.approx(by_hand_in_plain_torch(2)[0], abs=1e-6)
-        assert weights == pytest.approx(by_hand_in_plain_torch(2)[1], abs=1e-6)
+        assert norms == pytest.approx(expected_norms, abs=1e-6)
+        assert weights == pytest.approx(expected, abs=1e-6)
 
 
 def averaged_now_and_then() -> tuple[float, float]:

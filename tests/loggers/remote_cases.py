@@ -6,6 +6,7 @@ test that stops and starts the server.
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import time
@@ -35,6 +36,11 @@ def saved(directory: Path) -> Any:
     path.mkdir()
     (path / "weights").write_text("weights")
     return SimpleNamespace(best_k_models={}, best_model_path=str(path), last_model_path=str(path), save_top_k=1)
+
+
+def wandb_files(directory: Path) -> list[Path]:
+    """Return the files of W&B's runs below a directory, in their order."""
+    return sorted(file for file in directory.rglob("run-*.wandb") if not file.parent.is_symlink())
 
 
 def started(logger: Any, directory: Path) -> Any:
@@ -73,30 +79,6 @@ def mlflow_records(directory: Path, uri: str) -> None:
     assert other.experiment_id == run.info.experiment_id
     other.finalize("failed")
     assert client.get_run(other_id).info.status == "FAILED"
-
-
-def mlflow_outage(directory: Path, uri: str) -> None:
-    """The server dies and comes back: no point is lost, and one sentence is printed."""
-    notes: list[str] = []
-    logger = started(MLFlowLogger("outage", tracking_uri=uri), directory)
-    fanout = LoggerFanout([logger], notes.append)
-    fanout.log_metrics({"loss": 1.0}, 0)
-    client, run_id = logger.experiment, logger.run_id
-    wait_until(lambda: client.get_metric_history(run_id, "loss"))
-    (directory / "ready").touch()
-    wait_until((directory / "stopped").exists)
-    for step in range(1, 5):
-        fanout.log_metrics({"loss": 1.0}, step)
-    # What a logger says is printed with the next call.
-    while not notes:
-        time.sleep(0.05)
-        fanout.save()
-    (directory / "waiting").touch()
-    wait_until((directory / "started").exists)
-    fanout.log_metrics({"loss": 1.0}, 5)
-    fanout.finalize("success")
-    assert [point.step for point in client.get_metric_history(run_id, "loss")] == list(range(6))
-    assert len([note for note in notes if "cannot be reached" in note]) == 1, notes
 
 
 def mlflow_unreachable(directory: Path, uri: str) -> None:
@@ -148,8 +130,7 @@ def wandb_resumed(directory: Path) -> None:
     again.log_metrics({"loss": 3.0}, 3)
     assert again.experiment.id == run.id
     again.finalize("success")
-    files = sorted((directory / "cases").rglob("run-*.wandb"))
-    files = [file for file in files if not file.parent.is_symlink()]
+    files = wandb_files(directory / "cases")
     rows = [row for file in files for row in history(file)]
     steps = [row["trainer/global_step"] for row in rows if "p-loss" in row]
     assert steps == ["0", "1", "2", "3"], rows
@@ -175,8 +156,7 @@ def wandb_given_id(directory: Path) -> None:
         for step in range(2):
             logger.log_metrics({"loss": 0.0}, 2 * number + step)
         logger.finalize("success")
-    files = [file for file in directory.rglob("run-*.wandb") if not file.parent.is_symlink()]
-    steps = [row["trainer/global_step"] for file in files for row in history(file) if "loss" in row]
+    steps = [row["trainer/global_step"] for file in wandb_files(directory) for row in history(file) if "loss" in row]
     assert sorted(steps) == ["0", "1", "2", "3"], steps
 
 
@@ -192,8 +172,7 @@ def wandb_unfinished_rows(directory: Path) -> None:
     """The rows of that program."""
     from phalanx.loggers.wandb_files import history
 
-    files = [file for file in directory.rglob("run-*.wandb") if not file.parent.is_symlink()]
-    assert [row["trainer/global_step"] for file in files for row in history(file)] == ["0", "1"]
+    assert [row["trainer/global_step"] for file in wandb_files(directory) for row in history(file)] == ["0", "1"]
 
 
 def mlflow_given_id(directory: Path, uri: str) -> None:
@@ -250,6 +229,23 @@ def trackio_records(directory: Path) -> None:
     config = SQLiteStorage.get_run_config("cases", run.name, run_id=run.id)
     assert {name: config[name] for name in ("lr", "api_key")} == {"lr": 0.1, "api_key": "***"}
     assert len(SQLiteStorage.get_artifacts("cases")) == 1
+
+
+def points(directory: Path, uri: str) -> None:
+    """Print name and step of each point of the run that ``remote_run`` has ended, in MLflow and in files of W&B."""
+    from mlflow import MlflowClient
+
+    from phalanx.loggers.wandb_files import history
+
+    names, client = ("loss", "val"), MlflowClient(uri)
+    experiment = client.get_experiment_by_name("digits")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    of_mlflow = [(name, point.step) for name in names for point in client.get_metric_history(run.info.run_id, name)]
+    rows = [row for file in wandb_files(directory / "digits" / "version_0") for row in history(file)]
+    of_wandb = [(name, int(row["trainer/global_step"])) for row in rows for name in names if name in row]
+    print(json.dumps([of_mlflow, of_wandb]))
 
 
 def main() -> None:

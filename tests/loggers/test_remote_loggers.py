@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ranks import run_script, started_script, wait_until
+from ranks import run_script, started_script
 
 HERE = Path(__file__).parent
 # Importing MLflow takes seconds: once for all processes of these tests.
@@ -66,10 +66,11 @@ def variables(directory: Path) -> dict[str, str]:
     }
 
 
-def run_case(name: str, directory: Path, *arguments: str) -> None:
+def run_case(name: str, directory: Path, *arguments: str) -> str:
     case = (name, str(directory), *arguments)
     done = run_script(calling("remote_cases"), *case, env=variables(directory), libraries=LIBRARIES, timeout=100)
     assert done.returncode == 0, done.stdout
+    return str(done.stdout)
 
 
 @pytest.mark.parametrize("name", ["wandb_resumed", "wandb_given_id", "wandb_without_a_key", "trackio_records"])
@@ -87,21 +88,6 @@ def test_mlflow(name: str, tmp_path: Path, tracking_uri: str) -> None:
     run_case(name, tmp_path, tracking_uri)
 
 
-def test_a_server_of_mlflow_that_dies_and_comes_back_gets_every_point(tmp_path: Path) -> None:
-    with mlflow_server(tmp_path) as (server, port):
-        arguments = ("mlflow_outage", str(tmp_path), f"http://127.0.0.1:{port}")
-        with started_script(calling("remote_cases"), *arguments, libraries=LIBRARIES) as case:
-            wait_until((tmp_path / "ready").exists, 60)
-            server.kill()
-            server.wait()
-            (tmp_path / "stopped").touch()
-            wait_until((tmp_path / "waiting").exists, 60)
-            with mlflow_server(tmp_path, port):
-                (tmp_path / "started").touch()
-                output, _ = case.communicate(timeout=60)
-            assert case.returncode == 0, output
-
-
 def test_a_run_that_is_killed_twice_has_each_step_once_in_each_store(tmp_path: Path, tracking_uri: str) -> None:
     """Killed after step 5 of 12, which is past its newest checkpoint, and within step 10."""
     for kill_at, where, code in (("5", "between", -9), ("9", "within", -9), ("0", "-", 0)):
@@ -114,10 +100,8 @@ def test_a_run_that_is_killed_twice_has_each_step_once_in_each_store(tmp_path: P
     with sqlite3.connect(tmp_path / "trackio" / "digits.db") as store:
         rows = [(step, json.loads(values)) for step, values in store.execute("SELECT step, metrics FROM metrics")]
     assert _points(rows) == once
-    arguments = (tracking_uri, str(tmp_path / "digits" / "version_0"))
-    found = run_script(HERE / "remote_points.py", *arguments, env=variables(tmp_path), libraries=LIBRARIES)
-    for points in json.loads(found.stdout.splitlines()[-1]):
-        assert Counter(map(tuple, points)) == once, found.stdout
+    for points in json.loads(run_case("points", tmp_path, tracking_uri).splitlines()[-1]):
+        assert Counter(map(tuple, points)) == once
 
 
 def _points(rows: Iterable[tuple[int, Mapping[str, float]]]) -> Counter[tuple[str, int]]:

@@ -25,6 +25,10 @@ from phalanx.framework.report.values import number_text, span_text
 from phalanx.framework.report.verdicts import headline, shortened_command, with_checkpoint
 
 WHERE = "rank 1 (pid 5) failed at step 3 (epoch 0, batch 3)"
+STALL = """the run has stalled. What each rank was doing:
+rank 1 (pid 7):
+  a.py:3 f
+rank 1 (pid 7) stalled: no heartbeat."""
 TRACE = f"{WHERE}:\nTraceback (most recent call last):\n  File\nValueError: no"
 
 
@@ -182,6 +186,7 @@ def test_ticks_are_round_numbers(low: float, high: float, expected: list[float])
         (None, ""), ("one line", "one line"), ("first\nsecond", "first"),
         (TRACE, f"{WHERE}: ValueError: no"),
         ("Traceback (most recent call last):\n  File\nKeyError: 'a'\nnote", "KeyError: 'a'"),
+        (STALL, "rank 1 (pid 7) stalled: no heartbeat."),
     ],
 )  # fmt: skip
 def test_the_headline_of_a_message(text: str | None, expected: str) -> None:
@@ -213,12 +218,6 @@ def test_runs_are_found_by_path_and_by_the_end_of_it(tmp_path: Path, monkeypatch
     for given in ("gtp/version_1", "verson_1"):
         with refuses(ConfigurationError, repr(given), "'gpt/version_1'"):
             find_run(given, Path())
-
-
-def test_the_headline_of_a_stall_names_the_rank() -> None:
-    verdict = "rank 1 (pid 7) stalled: no heartbeat."
-    message = f"the run has stalled. What each rank was doing:\nrank 1 (pid 7):\n  a.py:3 f\n{verdict}"
-    assert headline(message) == verdict
 
 
 def test_the_folder_of_a_model_is_no_run(tmp_path: Path) -> None:

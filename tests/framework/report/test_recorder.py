@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import wait_until
 
 from phalanx.framework.report import recorder as module
 from phalanx.framework.report.event_log import read_events
@@ -22,18 +22,11 @@ def status(directory: Path) -> dict[str, Any]:
     return found
 
 
-def wait(until: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20.0
-    while not until():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_the_state_the_values_and_the_end_are_recorded(tmp_path: Path) -> None:
     counters = {"step": 3}
     recorder = RunRecorder(tmp_path, lambda: dict(counters), {"step": 3, "attempt": 0})
     try:
-        wait((tmp_path / STATUS).exists)
+        wait_until((tmp_path / STATUS).exists)
         assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("running", 3)
         counters["step"] = 9
         recorder.log({"loss": 0.5}, 8)

@@ -13,8 +13,6 @@ from ranks import run_script
 from phalanx.cli.main import main
 from phalanx.framework.system.console import encodable, folded, printable
 
-ENCODINGS = ["ascii", "latin-1", "cp1252"]
-
 FIT = """
 import os
 import sys
@@ -61,12 +59,9 @@ def test_text_is_changed_only_where_the_stream_cannot_encode_it() -> None:
     assert encodable("a\udcff", io.TextIOWrapper(io.BytesIO(), "utf-8")) == r"a\udcff"
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_fit_prints_under_any_encoding(tmp_path: Path, encoding: str) -> None:
-    is_launched = encoding == "ascii"
-    root = str(tmp_path / "λ")
-    environment, ranks = {"PYTHONIOENCODING": encoding}, "2" if is_launched else "1"
-    done = run_script(FIT, ranks, root, "progress_bar", env=environment, is_new=is_launched)
+def test_a_fit_prints_under_any_encoding(tmp_path: Path) -> None:
+    environment = {"PYTHONIOENCODING": "ascii"}
+    done = run_script(FIT, "2", str(tmp_path / "λ"), "progress_bar", env=environment, is_new=True)
     assert done.returncode == 0, done.stdout
     for part in ("+- phalanx -", r"verlust/\u03b2", r"\u03b4 \u2192", "| trained    "):
         assert part in done.stdout
@@ -80,7 +75,7 @@ def test_the_live_bar_under_an_encoding_without_its_characters(tmp_path: Path) -
     assert "+- phalanx -" in done.stdout
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_the_command_prints_under_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     good(tmp_path / "β")
     printed = io.BytesIO()
