@@ -230,10 +230,9 @@ def summary(cells: Cells, seconds: float) -> str:
     (row, column), worst = max(cells.items(), key=lambda item: item[1].deviation)
     diagonal = [cell.equal for (row, column), cell in cells.items() if row == column]
     text = (
-        f"The {len(cells)} resumed runs took {seconds / 60:.0f} min. The largest relative difference between a loss of "
-        f"a resumed run and the loss of the uninterrupted run is {worst.deviation:.1e}, for a run that was saved under "
-        f"`{row}` and resumed under `{column}`. On the diagonal, {sum(diagonal)} of {len(diagonal)} runs are "
-        "bit-identical to the uninterrupted run."
+        f"The {len(cells)} resumed runs took {seconds / 60:.0f} min. The largest relative difference from a loss in "
+        f"plain PyTorch is {worst.deviation:.1e}, for a run that was saved under `{row}` and resumed under `{column}`. "
+        f"On the diagonal, {sum(diagonal)} of {len(diagonal)} runs are bit-identical to the uninterrupted run."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False)
 
