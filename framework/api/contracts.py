@@ -32,10 +32,14 @@ if TYPE_CHECKING:
 
 
 class StageState(Protocol):
-    """The stage that a Trainer executes, and its status."""
+    """The method that a Trainer executes, and its status."""
 
-    stage: str
-    status: str
+    @property
+    def fn(self) -> str: ...
+    @property
+    def stage(self) -> str | None: ...
+    @property
+    def status(self) -> str: ...
 
 
 class SavedCheckpoints(Protocol):

@@ -136,7 +136,9 @@ def accumulated_by_hand() -> tuple[int, list[float], list[float]]:
         for number, ranks in enumerate(window):
             with model.no_sync() if number == 0 else nullcontext():
                 accelerator.backward(model(ranks[accelerator.process_index]).square().mean())
-        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        assert norm is not None
+        norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
     return accelerator.gradient_accumulation_steps, norms, model.weight.flatten().tolist()

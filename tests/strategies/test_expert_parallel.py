@@ -198,7 +198,8 @@ def guarded() -> int:
     trainer = trainer_on({"ep": 2}, max_steps=4, nonfinite="skip")
     trainer.fit(module, loader(4))
     assert all(each.isfinite().all() for each in module.parameters())
-    return trainer.global_step
+    steps: int = trainer.global_step
+    return steps
 
 
 def test_a_loss_that_is_not_finite_skips_the_update_on_all_ranks() -> None:

@@ -333,7 +333,7 @@ def test_anything_but_a_checkpoint_is_neither_replaced_nor_removed(tmp_path: Pat
     assert os.listdir(tmp_path) == ["thesis"]
 
 
-@pytest.mark.parametrize(("call", "code"), enumerate([errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ENOSPC]))
+@pytest.mark.parametrize(("call", "code"), [*enumerate([errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ENOSPC])])
 def test_a_disk_error_at_any_sync_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, code: int
 ) -> None:

@@ -184,9 +184,9 @@ def at_different_reductions() -> str:
 
 
 def test_columns_that_sum_different_numbers_are_reported() -> None:
-    assert run_on_ranks(4, at_different_reductions) == [
-        f"rank {other} reduces {theirs} numbers where this rank {rank} reduces {own}: every rank must run the same "
-        "loop. Look for a condition on the rank around a step or a fit."
+    messages = run_on_ranks(4, at_different_reductions)
+    assert [message.partition(":")[0] for message in messages] == [
+        f"rank {other} reduces {theirs} numbers where this rank {rank} reduces {own}"
         for rank, own, other, theirs in ((0, 2, 1, 3), (1, 3, 0, 2), (2, 2, 3, 3), (3, 3, 2, 2))
     ]
 

@@ -209,7 +209,8 @@ def jumped(url: str, on_both: bool) -> list[str]:
 def test_a_loss_that_rises_is_noted_and_sent_once(hooks: HookServer, on_both: bool) -> None:
     where = f"The loss rose to 100 at optimizer step {WARM_UP + 5} (epoch 0) on rank {0 if on_both else 1}"
     for notes in run_on_ranks(2, jumped, hooks.url, on_both):
-        assert [note.startswith(where) for note in notes] == [True]
+        assert notes[0].startswith(where)
+        assert on_both or len(notes) == 1
     assert hooks.events == ["loss_spike", "end"]
     assert hooks.bodies[0]["step"] == WARM_UP + 5
     assert hooks.bodies[0]["sentence"].startswith(where)

@@ -548,7 +548,7 @@ def test_a_plan_lets_configure_optimizers_read_the_trainer() -> None:
     class Reading(Regressor):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            total = self.trainer.estimated_stepping_batches
+            total = int(self.trainer.estimated_stepping_batches)
             return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)]
 
     module = Reading()

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from model_script import MODEL
-from models import Regressor, loader
-from ranks import run_script
+from models import Regressor, loader, silent_trainer
+from ranks import run_on_ranks, run_script
 from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import ModelCheckpoint
+from phalanx.framework.core.wording import counted
 from phalanx.framework.trainer.console_summary import box
 from phalanx.loggers import CSVLogger
 
@@ -59,6 +60,14 @@ def test_a_box_fits_its_lines() -> None:
     assert len({len(line) for line in box("a title", ["b"]).splitlines()}) == 1
 
 
+@pytest.mark.parametrize(
+    ("number", "what", "expected"),
+    [(1, "epoch", "1 epoch"), (2, "epoch", "2 epochs"), (0, "step", "0 steps"), (2, "micro-batch", "2 micro-batches")],
+)
+def test_singular_and_plural(number: int, what: str, expected: str) -> None:
+    assert counted(number, what) == expected
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(loader(8).dataset)
@@ -68,6 +77,7 @@ class Stream(IterableDataset[Any]):
     ("arguments", "data", "batch", "length"),
     [
         ({}, None, "4 x 1 x 1 = 4 samples", "1 epoch, 8 optimizer steps an epoch"),
+        ({"accumulate_grad_batches": 3}, None, "4 x 3 x 1 = 12 samples", "1 epoch, 3 optimizer steps an epoch"),
         ({"accumulate_grad_batches": {0: 2, 4: 8}}, None, "4 x (2 from epoch 0, 8 from epoch 4) x 1", "1 epoch, 4"),
         (
             {"accumulate_grad_batches": AccumulationSchedule.cycle([1, 2])},
@@ -75,7 +85,7 @@ class Stream(IterableDataset[Any]):
             "4 x (cycle of 1, 2) x 1",
             "1 epoch, 6 optimizer steps",
         ),
-        ({"max_steps": 1, "accumulate_grad_batches": 3}, loader(4), "4 x 3 x 1 = 12", "1 epoch or 1 step, 1 optimizer"),
+        ({"max_steps": 1}, loader(4), "4 x 1 x 1 = 4 samples", "1 epoch or 1 step, 1 optimizer step an epoch"),
         ({}, DataLoader(Stream(), batch_size=2), "2 x 1 x 1 = 2 samples", "1 epoch, an epoch ends with its data"),
         ({}, list(loader(8)), "1 x 1 x 1 = 1 micro-batch", "1 epoch, 2 optimizer steps an epoch"),
         ({}, loader(32, shuffle=True), "4 x 1 x 1 = 4 samples", "1 epoch, 8 optimizer steps"),
@@ -227,13 +237,18 @@ def test_a_quiet_trainer_shows_warnings_only(
     assert (trainer.run_dir / "report.json").exists()
 
 
-@pytest.mark.parametrize("quiet", ["0", ""])
-def test_evaluation_shows_its_metrics(
-    quiet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", ["0", "", None])
+def test_the_variable_can_be_off(
+    given: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PHALANX_QUIET", quiet)
-    trainer = fitted(tmp_path, enable_checkpointing=False)
+    monkeypatch.delenv("PHALANX_QUIET", raising=False) if given is None else monkeypatch.setenv("PHALANX_QUIET", given)
+    fitted(tmp_path, enable_checkpointing=False)
     assert "┌─ phalanx" in capsys.readouterr().out
+
+
+def test_evaluation_shows_its_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = fitted(tmp_path, enable_checkpointing=False)
+    capsys.readouterr()
     trainer.validate(dataloaders=loader(8))
     assert capsys.readouterr().out == "validate: val_loss = 1\n"
     trainer.validate(dataloaders=loader(8), verbose=False)
@@ -258,11 +273,8 @@ if __name__ == "__main__":
 
 
 def test_two_ranks_show_each_line_once_and_warn_of_nothing() -> None:
-    on_one_core = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    done = run_script(on_one_core + _SCRIPT, flags=["-W", "default"])
+    done = run_script(_SCRIPT, flags=["-W", "default"])
     assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("2 ranks share one core")
-    assert done.stdout.count("ranks share one core") == 1
     boxes = [line for line in done.stdout.splitlines() if line.startswith(("┌", "validate:", "│ batch", "│ trained"))]
     assert len(boxes) == 5, done.stdout
     assert "2 x 1 x 2 = 4 samples" in done.stdout
@@ -271,22 +283,47 @@ def test_two_ranks_show_each_line_once_and_warn_of_nothing() -> None:
     assert "Warning" not in done.stdout
 
 
-def test_two_quiet_ranks_show_errors_only() -> None:
-    failing = "    M.on_train_start = lambda self: [][0]\n    trainer.fit(M(), loader(8, 2))\n"
-    done = run_script(_SCRIPT + failing, env={"PHALANX_QUIET": "1"})
+def test_two_quiet_ranks_show_nothing_of_their_own() -> None:
+    done = run_script(_SCRIPT, env={"PHALANX_QUIET": "1"})
+    assert (done.returncode, done.stdout) == (0, "LEFT 4\n")
+    failing = _SCRIPT.replace("loss = super", "raise ValueError('planted')\n        loss = super")
+    done = run_script(failing, env={"PHALANX_QUIET": "1"})
     assert done.returncode == 1
-    assert done.stdout.startswith("LEFT 4\n"), done.stdout
-    assert "IndexError: list index out of range" in done.stdout
+    assert "ValueError: planted" in done.stdout
     assert "┌" not in done.stdout
+
+
+def test_the_other_ranks_say_nothing(tmp_path: Path) -> None:
+    assert run_on_ranks(2, times_shown, str(tmp_path)) == [1, 0]
+
+
+def times_shown(root: str) -> int:
+    notes: list[str] = []
+
+    class Hearing(Trainer):
+        def note(self, text: str) -> None:
+            if self.is_global_zero:
+                notes.append(text)
+
+    trainer = Hearing(
+        accelerator="cpu", devices=2, default_root_dir=root, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2,
+    )  # fmt: skip
+    trainer.fit(Regressor(), loader(32))
+    return sum("4 x 2 x 2 = 16 samples" in note for note in notes)
 
 
 def test_logs_and_checkpoints_share_the_directory_of_the_first_logger(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for version, name in ((None, "version_0"), (None, "version_1"), ("mine", "mine")):
-        logger = CSVLogger(tmp_path / "given", name="exp", version=version)
-        trainer = fitted(tmp_path / "other", loader(8), logger=logger)
-        run = tmp_path / "given" / "exp" / name
+    for version in (0, 1):
+        logger = CSVLogger(tmp_path / "given", name="exp")
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path / "other", logger=logger,
+            enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        )  # fmt: skip
+        trainer.fit(Regressor(), loader(8))
+        run = tmp_path / "given" / "exp" / f"version_{version}"
         assert Path(logger.log_dir) == trainer.run_dir == run
         assert list((run / "checkpoints").iterdir())
         assert (run / "report.json").exists()
@@ -294,7 +331,17 @@ def test_logs_and_checkpoints_share_the_directory_of_the_first_logger(
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(("ranks", "cores", "told"), [(2, 2, ""), (3, 2, "2 cores"), (2, 1, "one core")])
+def test_the_directory_of_logs_is_shown_where_a_logger_has_a_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = CSVLogger(tmp_path, name="exp", version="mine")
+    silent_trainer(devices=1, max_epochs=1, logger=logger).fit(Regressor(), loader(8))
+    assert re.search(rf"logs +{re.escape(str(tmp_path / 'exp' / 'mine'))} ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "told"), [(64, 2, "2 cores"), (2, 2, ""), (3, 2, "2 cores"), (2, 1, "one core")]
+)
 def test_more_ranks_than_cores_are_remarked_on(
     ranks: int, cores: int, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,3 +351,10 @@ def test_more_ranks_than_cores_are_remarked_on(
     text = capsys.readouterr().out
     assert text.count("\n") == bool(told)
     assert not told or text == f"{shown} {cores}, or use more machines.\n"
+
+
+def test_more_ranks_than_cores_are_remarked_on_once() -> None:
+    done = run_script("import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n" + _SCRIPT)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("ranks share one core") == 1
+    assert done.stdout.startswith("2 ranks share one core")
