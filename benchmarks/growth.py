@@ -48,8 +48,8 @@ _STAGES = {"met": "the default group", "control": "the default and control group
 _START: Rows = [
     ("creating the control group, elapsed ms", "control seconds", MILLI),
     ("creating the control group, CPU ms", "control computed", MILLI),
-    ("size of the addresses that each rank receives for the control group, KiB", "control bytes", KILO),
-    ("size of the addresses that each rank receives for the control group, with lazy connections, KiB", "lazy control bytes", KILO),
+    ("size of the addresses that a rank receives for the control group, KiB", "control bytes", KILO),
+    ("size of these addresses with lazy connections, KiB", "lazy control bytes", KILO),
     *((f"sockets with {title}", f"{stage} sockets", 1) for stage, title in _STAGES.items()),
     ("sockets with all three groups and lazy connections", "lazy apart sockets", 1),
     *((f"threads with {title}", f"{stage} threads", 1) for stage, title in _STAGES.items()),

@@ -59,7 +59,8 @@ def resumed_cell(row: Mesh, run: tuple[str, list[Outcome]], column: Mesh, folder
 
 def main() -> int:
     """Print both matrices; return 1 if a cell fails."""
-    groups = {"": LAYOUTS, "\n\nThe following table shows the results of resuming a mixture-of-experts (MoE) model:\n\n": WITH_EXPERTS}
+    experts = "\n\nThe following table shows the results of resuming a mixture-of-experts (MoE) model:\n\n"
+    groups = {"": LAYOUTS, experts: WITH_EXPERTS}
     return print_matrix(__doc__, "mesh matrix", groups, saved_row, resumed_cell)
 
 
