@@ -23,10 +23,10 @@ from phalanx.errors import ConfigurationError
 from phalanx.framework.system.processes import start_of
 
 
-def two_fits(root: Path) -> tuple[str, float, list[str]]:
+def two_fits(strategy: str, root: Path) -> tuple[str, float, list[str]]:
     """Train, and go on from the newest checkpoint; return the best one, its score, and what is retained."""
-    aside_model.fit(root, "fsdp", 4)
-    saver = aside_model.fit(root, "fsdp", 8, ckpt_path="auto")
+    aside_model.fit(root, strategy, 4)
+    saver = aside_model.fit(root, strategy, 8, ckpt_path="auto")
     score = saver.best_model_score
     assert score is not None
     return Path(saver.best_model_path).name, float(score), sorted(map(os.path.basename, saver.best_k_models))
@@ -45,8 +45,9 @@ def shown(run: Path) -> list[tuple[int, float]]:
     return sorted((each.step, each.value) for each in files.Scalars("eval/distance"))
 
 
-def test_results_are_at_their_steps_once_and_rank_the_checkpoints(tmp_path: Path) -> None:
-    for name, score, retained in run_on_ranks(2, two_fits, tmp_path, timeout=180.0):
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_results_are_at_their_steps_once_and_rank_the_checkpoints(strategy: str, ranks: int, tmp_path: Path) -> None:
+    for name, score, retained in run_on_ranks(ranks, two_fits, strategy, tmp_path, timeout=180.0):
         assert (name, score) == ("epoch=0-step=2.ckpt", 1.0)
         assert retained == ["epoch=0-step=2.ckpt"]
     (run,) = tmp_path.glob("*/version_0")
@@ -82,13 +83,15 @@ from phalanx.callbacks import LambdaCallback
 
 if __name__ == "__main__":
     slow = LambdaCallback(on_train_batch_start=lambda *_: time.sleep(0.3))
-    aside_model.fit(Path(sys.argv[1]), "ddp", 60, devices=2, callbacks=[slow])
+    aside_model.fit(Path(sys.argv[1]), {strategy!r}, 60, devices={ranks}, callbacks=[slow])
 """
 
 
-def test_a_killed_fit_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2)])
+def test_a_killed_fit_leaves_no_process(strategy: str, ranks: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(tests=str(Path(aside_model.__file__).parent)))
+    tests = str(Path(aside_model.__file__).parent)
+    script.write_text(SCRIPT.format(tests=tests, strategy=strategy, ranks=ranks))
     # A launcher that is killed leaves the records of its ranks.
     with started_script(script, str(tmp_path), env={"TMPDIR": str(tmp_path)}) as process:
         wait_until(lambda: evaluators(tmp_path), 20.0)

@@ -161,6 +161,7 @@ def test_forms_of_the_example(form: str, inputs: Any) -> None:
         ("0 m.pt2 --module model:Model --dtype bf16", 78, "are for .safetensors files"),
         ("0 m.pt2 --module model:Modle", 78, "Did you mean 'Model'?"),
         ("0 m.pt2 --module model:NoModel", 78, "is not a subclass of TrainModule"),
+        ("0 model.py", 78, "must end in"),
     ],
 )
 def test_wrong_arguments_get_one_sentence(arguments: str, code: int, sentence: str, folder: Path) -> None:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
+import os
+import pty
 import shutil
+import struct
+import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
 import configured
 import pytest
 import yaml
-from command_terminal import PHALANX, Terminal
 from hook_server import SECRET, HookServer
-from ranks import run_command, run_script
+from ranks import read_terminal, run_command, run_script
 
+# The console script, which here starts with its libraries imported.
+COMMAND = """
+import sys
+from phalanx.cli.main import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
 CONFIG: dict[str, Any] = {
     "seed_everything": 7,
     "model": {"class_path": "project.Net", "init_args": {"width": 6}},
@@ -58,7 +70,7 @@ def project(tmp_path: Path) -> Path:
 
 def phalanx(project: Path, *arguments: str, **env: str) -> tuple[int, str]:
     """Run the command in a folder, with its output in a pipe; return the exit code and the output."""
-    done = run_script(PHALANX, *arguments, env={"COLUMNS": "80", **env}, libraries=("jsonargparse",), cwd=project)
+    done = run_script(COMMAND, *arguments, env={"COLUMNS": "80", **env}, libraries=("jsonargparse",), cwd=project)
     return done.returncode, done.stdout
 
 
@@ -123,7 +135,20 @@ def test_files_options_and_variables_are_merged(project: Path) -> None:
     assert found["data"]["init_args"]["batch_size"] == 2
 
 
-def test_checkpoints_are_evaluated_and_resumed_by_their_paths_and_as_the_best_of_the_newest_run(project: Path) -> None:
+def test_a_checkpoint_is_evaluated_and_resumed(project: Path) -> None:
+    assert phalanx(project, "fit", "config.yaml")[0] == 0
+    (checkpoint,) = newest(project).glob("checkpoints/*.ckpt")
+    for stage, metric in (("validate", "val_loss"), ("test", "test_loss")):
+        code, shown = phalanx(project, stage, "config.yaml", "--ckpt_path", str(checkpoint))
+        assert (code, metric in shown) == (0, True), shown
+    assert phalanx(project, "predict", "config.yaml", f"--ckpt_path={checkpoint}")[0] == 0
+    code, shown = phalanx(project, "fit", "config.yaml", f"--ckpt_path={checkpoint}", "--trainer.max_epochs=3")
+    assert (code, "resumes" in shown) == (0, True), shown
+    assert phalanx(project, "fit", "config.yaml", "--trainer.max_epochs=3")[0] == 0
+    assert "18 optimizer steps, 3 epochs" in shown
+
+
+def test_a_process_of_its_own_evaluates_and_resumes_the_best_checkpoint_of_the_newest_run(project: Path) -> None:
     # The first of two checkpoints is the best one.
     saver = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_loss", "mode": "max", "save_top_k": -1}}
     config = CONFIG | {"trainer": CONFIG["trainer"] | {"callbacks": [saver]}}
@@ -147,9 +172,6 @@ def test_checkpoints_are_evaluated_and_resumed_by_their_paths_and_as_the_best_of
     assert (code, results(shown)) == (0, results(expected[1])), shown
     code, shown = phalanx(project, "fit", "config.yaml", "--ckpt_path", "best", "--trainer.max_epochs=3")
     assert (code, f"{best.name}: epoch 1, batch 0, step 6" in shown) == (0, True), shown
-    code, shown = phalanx(project, "test", "config.yaml", "--ckpt_path", str(last))
-    assert (code, "test_loss" in shown) == (0, True), shown
-    assert phalanx(project, "predict", "config.yaml", f"--ckpt_path={last}")[0] == 0
 
 
 def test_a_fit_on_two_ranks(project: Path) -> None:
@@ -159,15 +181,44 @@ def test_a_fit_on_two_ranks(project: Path) -> None:
     assert len(losses_of(newest(project))) == 6
 
 
+def in_terminal(project: Path, *arguments: str) -> list[str]:
+    """Return the lines of a command in a terminal of 80 columns."""
+    mine, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", *arguments], stdin=inside, stdout=inside, stderr=inside, cwd=project,
+        env={**variables, "TERM": "xterm"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(inside)
+    try:
+        shown = read_terminal(mine)
+        assert process.wait(60.0) == 0, shown
+    finally:
+        process.kill()
+        process.wait()
+    return shown.splitlines()
+
+
 @pytest.mark.timeout(180)
 def test_a_terminal_of_80_columns(project: Path) -> None:
-    assert "strategy   single" in Terminal(["fit", "config.yaml"], project, is_new=True).end()
+    assert any("strategy   single" in line for line in in_terminal(project, "fit", "config.yaml"))
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_the_help_fits_a_screen(project: Path, stage: str) -> None:
+    code, shown = phalanx(project, stage, "--help")
+    lines = shown.splitlines()
+    assert (code, lines[0]) == (0, f"usage: phalanx {stage} CONFIG... [--SECTION.NAME VALUE ...]")
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ("fit", "give a configuration file. Try 'phalanx fit --help'."),
+        ("fit confg.yaml", "There is no file 'confg.yaml'. Did you mean 'config.yaml'?"),
         ("fit trian.py", "There is no script 'trian.py'. Did you mean 'train.py'?"),
         (
             "fit config.yaml --trainer.max_epoch 3",
@@ -197,9 +248,8 @@ def test_a_wrong_command_line_is_answered_in_one_sentence(project: Path, argumen
     assert not (project / "phalanx_logs").exists()
 
 
-@pytest.mark.parametrize(
-    ("place", "error"), [("__init__", "ValueError"), ("__init__", "TypeError"), ("training_step", "RuntimeError")]
-)
+@pytest.mark.parametrize("error", ["ValueError", "TypeError", "RuntimeError"])
+@pytest.mark.parametrize("place", ["__init__", "training_step"])
 def test_an_error_of_the_module_is_shown_with_its_lines_alone(project: Path, place: str, error: str) -> None:
     with (project / "project.py").open("a") as file:
         file.write(f"\nclass Failing(Net):\n    def {place}(self, *given):\n        raise {error}('planted')\n")
@@ -250,36 +300,24 @@ def test_a_script_that_the_script_starts_keeps_its_arguments(project: Path) -> N
     assert (project / "rank0.txt").read_text() == "1 1 6 []"
 
 
-WITHOUT_JSONARGPARSE = """
-import contextlib, io, sys
-from phalanx import Trainer, TrainerCLI, configuration
-from phalanx.cli.main import main
-
-def code_of(arguments):
-    try:
-        return main(arguments)
-    except SystemExit as error:
-        return error.code
-
-if __name__ == "__main__":
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
-        codes = [code_of(["--help"]), code_of(["fit", "--help"])]
-    codes.append(code_of(["fit", "config.yaml"]))
-    print(codes, "usage: phalanx fit CONFIG... [--SECTION.NAME VALUE ...]" in shown.getvalue(), flush=True)
-    sys.exit(main(["fit", "train.py", "--trainer.max_epochs=2"]))
-"""
-
-
 def test_jsonargparse_is_imported_for_configurations_only(project: Path) -> None:
     (project / "jsonargparse.py").write_text("raise ModuleNotFoundError('planted', name='jsonargparse')\n")
-    done = run_command([sys.executable, "-c", WITHOUT_JSONARGPARSE], project, {"PYTHONPATH": str(project)})
-    assert done.returncode == 0, done.stdout
-    refusal, codes, *_ = done.stdout.splitlines()
-    assert "jsonargparse" in refusal
-    assert codes == "[0, 0, 78] True"
+    program = "import sys; from phalanx import Trainer, TrainerCLI, configuration; from phalanx.cli.main import main; "
+    for arguments, expected in (
+        (["--help"], 0),
+        (["fit", "--help"], 0),
+        (["fit", "train.py", "--trainer.max_epochs=2"], 0),
+        (["fit", "config.yaml"], 78),
+    ):
+        done = run_command(
+            [sys.executable, "-c", f"{program}sys.exit(main({arguments!r}))"], project, {"PYTHONPATH": str(project)}
+        )
+        assert done.returncode == expected, done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert "jsonargparse" in done.stdout
 
 
-@pytest.mark.parametrize("option", ["--trainer.notify+={}", "--trainer.notify {}"])
+@pytest.mark.parametrize("option", ["--trainer.notify={}", "--trainer.notify+={}", "--trainer.notify {}"])
 def test_the_secret_part_of_an_address_is_in_no_file_and_no_output(project: Path, option: str) -> None:
     with HookServer() as hooks:
         code, output = phalanx(project, "fit", "config.yaml", *option.format(hooks.url).split())

@@ -88,6 +88,7 @@ def test_the_command_that_resumes_a_launched_fit_runs_as_it_is_printed(tmp_path:
     # Every second step is saved, step 4 after the hook that fails.
     [
         (["raise", "1", "3"], 3, 1),
+        (["kill", "1", "3"], 3, 1),
         (["kill", "0", "3"], 3, 1),
         (["end", "1", "4"], 4, 2),
         (["end", "0", "3"], 3, 1),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_script
+from ranks import run_command, run_script
 from torch import nn
-
-from phalanx.cli.main import main
 
 MODEL = """
 import lightning.pytorch as pl
@@ -146,12 +145,26 @@ def write_project(folder: Path) -> Path:
     return folder
 
 
+def migrate(project: Path) -> None:
+    """Let the command change the project."""
+    done = run_command([sys.executable, "-m", "phalanx", "migrate", ".", "--write"], project)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith("; 0 lines left to you\n"), done.stdout
+
+
 def run(project: Path, *arguments: str) -> str:
-    """Run the program of a project to its end; return what it printed."""
+    """Run the migrated program to its end; return what it printed."""
     libraries = ("jsonargparse", "torchmetrics")
     done = run_script(project / "main.py", *arguments, cwd=project, timeout=120.0, libraries=libraries)
     assert done.returncode == 0, done.stdout
     return str(done.stdout)
+
+
+def run_with_lightning(project: Path, *arguments: str) -> None:
+    """Run the program as it was, to its end."""
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    done = run_command([sys.executable, "main.py", *arguments], project, environment, timeout=120.0)
+    assert done.returncode == 0, done.stdout
 
 
 def column(project: Path, name: str) -> list[float]:
@@ -183,12 +196,11 @@ def torch_losses() -> list[float]:
 
 
 @pytest.mark.timeout(300)
-def test_a_migrated_project_trains_as_with_lightning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_migrated_project_trains_as_with_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning.pytorch")
     project, theirs = write_project(tmp_path / "ours"), write_project(tmp_path / "theirs")
-    run(theirs, "fit", "--config", "config.yaml")
-    assert main(["migrate", str(project), "--write"]) == 0
-    assert capsys.readouterr().out.endswith("; 0 lines left to you\n")
+    run_with_lightning(theirs, "fit", "--config", "config.yaml")
+    migrate(project)
     assert "project points\n" in run(project, "fit", "--config", "config.yaml")
     assert column(project, "train_loss") == torch_losses()
     for metric in ("train_loss", "val_loss", "val_acc", "lr-AdamW"):

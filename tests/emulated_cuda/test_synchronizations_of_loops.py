@@ -6,7 +6,7 @@ import pytest
 import torch
 from cuda_recording import recorded
 from emulated_fits import Classifier, batches
-from emulated_steps import BARE, STEPS, Steps, Waits, check_each, on_devices
+from emulated_steps import BARE, STEPS, STRATEGIES, Steps, Waits, check_each, on_devices
 from ranks import run_on_ranks
 from torch import nn
 
@@ -40,7 +40,7 @@ def bare_and_clipped(strategy: str, devices: int) -> dict[str, Waits]:
     return {name: waits_of_loop(strategy, devices, name == "clipped") for name in ("bare", "clipped")}
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loop_waits_as_often_as_a_trainer(strategy: str) -> None:
     devices = on_devices(strategy)
     for found in run_on_ranks(devices, bare_and_clipped, strategy, devices, device="cuda"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,19 @@ def test_the_recipe_shows_its_point(recipe: Path, tmp_path: Path) -> None:
     done = run_script(recipe, "--short", "--out", str(tmp_path), env={"OMP_NUM_THREADS": "1"}, libraries=LIBRARIES)
     assert done.returncode == 0, done.stdout
     assert str(done.stdout).strip()
+
+
+def test_there_are_twenty_recipes() -> None:
+    assert len(RECIPES) >= 20
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_one_page_with_a_check(recipe: Path) -> None:
+    source = recipe.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    title, _, rest = (ast.get_docstring(tree) or "").partition(":")
+    assert title
+    assert "check" in rest
+    assert any(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    assert source.count("\n") <= 90
+    assert source.endswith('\n\nif __name__ == "__main__":\n    main()\n')

@@ -67,8 +67,8 @@ def test_it_trains_as_plain_torch_does(finetune: Any, lora: bool) -> None:
     from transformers import AutoTokenizer
 
     folder = str(finetune.package_folder(finetune.MODEL) / "model")
-    training, validation = finetune.load_data(AutoTokenizer.from_pretrained(folder), 6, 4)
-    batches = list(DataLoader(training.dataset, 4, collate_fn=training.collate_fn))
+    training, validation = finetune.load_data(AutoTokenizer.from_pretrained(folder), 10, 8)
+    batches = list(DataLoader(training.dataset, 8, collate_fn=training.collate_fn))
     torch.manual_seed(7)
     plain = plain_model(folder, 4, lora)
     start = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
@@ -92,7 +92,7 @@ def test_it_trains_as_plain_torch_does(finetune: Any, lora: bool) -> None:
 
     module = Classifier(folder, 4, lora, learning_rate)
     trainer = silent_trainer(max_epochs=1)
-    trainer.fit(module, DataLoader(training.dataset, 4, collate_fn=training.collate_fn), validation)
+    trainer.fit(module, DataLoader(training.dataset, 8, collate_fn=training.collate_fn), validation)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[-1] < losses[0]
     assert trainer.callback_metrics["val_accuracy"].item() == pytest.approx(torch.cat(right).mean().item())

@@ -94,8 +94,9 @@ def test_offload_to_a_disk_does_not_change_training(late: bool, tmp_path: Path) 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_secondary_partition_does_not_change_training() -> None:
-    check(True, {"config": {"zero_optimization": {"zero_hpz_partition_size": 2}, "comms_logger": {"enabled": True}}})
+@pytest.mark.parametrize("late", [False, True], ids=["whole", "split as built"])
+def test_a_secondary_partition_does_not_change_training(late: bool) -> None:
+    check(late, {"config": {"zero_optimization": {"zero_hpz_partition_size": 2}, "comms_logger": {"enabled": True}}})
 
 
 def printed(config: dict[str, object]) -> str:

@@ -20,13 +20,6 @@ from phalanx.strategies import FSDPStrategy
 STEPS, BATCH, EXPERTS = 3, 16, 6
 
 
-def trainer_on(parallel: dict[str, int] | None, **settings: Any) -> Any:
-    """Return a Trainer for FSDP on two ranks, which have all weights in the end; without degrees for one process."""
-    strategy = FSDPStrategy(gather_weights="all") if parallel else "single"
-    ranks = 2 if parallel else 1
-    return silent_trainer(strategy=strategy, devices=ranks, parallel=parallel, verbose=False, **settings)
-
-
 class Shapes(Callback):
     """Notes the shapes of this rank's experts, and the layer's own number of experts."""
 
@@ -75,9 +68,16 @@ def averaged_by_hand() -> dict[str, Tensor]:
     return {name: each.detach() for name, each in average.module.named_parameters()}
 
 
+@cache
+def sharded(**settings: Any) -> Any:
+    """Train the model with FSDP alone."""
+    return run_on_ranks(2, trained, {}, settings, {})
+
+
 @pytest.mark.parametrize(
     ("settings", "strategy", "tolerance"),
     [
+        ({}, {}, 1e-5),
         ({}, {"activation_checkpointing": True, "prefetch": 1}, 1e-5),
         ({}, {"cpu_offload": True}, 1e-5),
         ({"memory": "selective"}, {"reshard_after_forward": False, "units": 600}, 1e-5),
@@ -87,7 +87,7 @@ def averaged_by_hand() -> dict[str, Tensor]:
 def test_weights_metrics_and_averages_are_those_of_fsdp(
     settings: dict[str, Any], strategy: dict[str, Any], tolerance: float
 ) -> None:
-    plain = run_on_ranks(2, trained, {}, settings, {})
+    plain = sharded(**settings)
     expected = averaged_by_hand()
     for (weights, metrics, seen), (others, wanted, _) in zip(
         run_on_ranks(2, trained, {"ep": 2}, settings, strategy), plain, strict=True
@@ -115,8 +115,12 @@ class BuiltLater(LongModel):
 
 
 def built(parallel: dict[str, int] | None) -> list[tuple[float, float]]:
+    ranks = 2 if parallel else 1
     module = BuiltLater()
-    trainer_on(parallel, max_steps=3).fit(module, loader(4 if parallel else 8))
+    trainer = silent_trainer(
+        strategy="fsdp" if parallel else "single", devices=ranks, parallel=parallel, max_steps=3, verbose=False
+    )
+    trainer.fit(module, loader(8 // ranks))
     return module.sums
 
 
@@ -149,7 +153,8 @@ class SameNumbers(LongModel):
 
 def numbers() -> Any:
     module = SameNumbers()
-    trainer_on({"ep": 2}, max_steps=1).fit(module, loader(4))
+    trainer = silent_trainer(strategy="fsdp", devices=2, parallel={"ep": 2}, max_steps=1, verbose=False)
+    trainer.fit(module, loader(4))
     return module.seen
 
 
@@ -174,7 +179,15 @@ class OneForAll(LongModel):
 
 def skewed(parallel: dict[str, int] | None, count: int) -> Any:
     module = OneForAll()
-    trainer_on(parallel, max_epochs=1, gradient_clip_val=0.3).fit(module, loader(4 if parallel else 8, count))
+    trainer = silent_trainer(
+        strategy=FSDPStrategy(gather_weights="all") if parallel else "single",
+        devices=2 if parallel else 1,
+        parallel=parallel,
+        max_epochs=1,
+        gradient_clip_val=0.3,
+        verbose=False,
+    )
+    trainer.fit(module, loader(8 // trainer.fabric.resources.data_size, count))
     return {name: each.detach() for name, each in module.named_parameters()}
 
 
@@ -183,6 +196,25 @@ def test_a_rank_without_tokens_for_its_experts_or_without_a_batch_takes_part() -
     expected = skewed(None, 17)
     for weights in run_on_ranks(2, skewed, {"ep": 2}, 17):
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+class Predicts(LongModel):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def predicted(parallel: dict[str, int] | None) -> Any:
+    trainer = silent_trainer(
+        strategy="fsdp" if parallel else "single", devices=2 if parallel else 1, parallel=parallel, verbose=False
+    )
+    found = trainer.predict(Predicts(experts=EXPERTS), loader(1, 7))
+    return [] if found is None else found
+
+
+def test_predictions_of_an_odd_number_of_batches() -> None:
+    expected = predicted(None)
+    found = run_on_ranks(2, predicted, {"ep": 2})
+    torch.testing.assert_close(torch.stack(found[0]), torch.stack(expected), rtol=1e-5, atol=0)
 
 
 class Breaks(LongModel):
@@ -195,11 +227,17 @@ class Breaks(LongModel):
 
 def guarded() -> int:
     module = Breaks(experts=EXPERTS)
-    trainer = trainer_on({"ep": 2}, max_steps=4, nonfinite="skip")
+    trainer = silent_trainer(
+        strategy=FSDPStrategy(gather_weights="all"),
+        devices=2,
+        parallel={"ep": 2},
+        max_steps=4,
+        nonfinite="skip",
+        verbose=False,
+    )
     trainer.fit(module, loader(4))
     assert all(each.isfinite().all() for each in module.parameters())
-    steps: int = trainer.global_step
-    return steps
+    return trainer.global_step
 
 
 def test_a_loss_that_is_not_finite_skips_the_update_on_all_ranks() -> None:
@@ -249,10 +287,22 @@ class Unnamed(TrainModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         transformers = pytest.importorskip("transformers")
-        sizes = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-        sizes |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "moe_intermediate_size": 24}
-        sizes |= {"shared_expert_intermediate_size": 8, "num_experts": 4, "num_local_experts": 4}
-        config = transformers.AutoConfig.for_model(kind, **sizes, num_experts_per_tok=2, decoder_sparse_step=1)
+        config = transformers.AutoConfig.for_model(
+            kind,
+            vocab_size=29,
+            hidden_size=16,
+            intermediate_size=24,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=4,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+        )
         torch.manual_seed(5)
         self.net: Any = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
@@ -270,15 +320,24 @@ class Unnamed(TrainModule):
 
 
 def tuned(kind: str, implementation: str, parallel: dict[str, int] | None) -> Any:
+    ranks = 2 if parallel else 1
     module = Unnamed(kind)
     module.net.set_experts_implementation(implementation)
-    trainer = trainer_on(parallel, max_steps=6, gradient_clip_val=0.5)
-    trainer.fit(module, loader(2 if parallel else 4, padded=False))
+    trainer = silent_trainer(
+        strategy=FSDPStrategy(gather_weights="all") if parallel else "single",
+        devices=ranks,
+        parallel=parallel,
+        max_steps=20,
+        gradient_clip_val=0.5,
+        verbose=False,
+    )
+    trainer.fit(module, loader(4 // ranks, padded=False))
     return module.sums, {name: each.detach() for name, each in module.named_parameters()}
 
 
 @pytest.mark.parametrize(
-    ("kind", "implementation"), [("mixtral", "grouped_mm"), ("qwen2_moe", "eager"), ("qwen3_moe", "grouped_mm")]
+    ("kind", "implementation"),
+    [("mixtral", "grouped_mm"), ("qwen2_moe", "eager"), ("qwen3_moe", "grouped_mm")],
 )
 def test_models_of_transformers_are_divided_without_a_method(kind: str, implementation: str) -> None:
     losses, weights = tuned(kind, implementation, None)

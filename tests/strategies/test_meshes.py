@@ -20,11 +20,11 @@ def experts(ranks: int, parallel: str = "", strategy: str = "fsdp") -> Mesh:
     return Mesh(strategy, ranks, parallel, experts=6, batch=16)
 
 
-# test_context_parallel.py has cp beside tp.
 TRAINED = [
     Mesh("ddp", 2, "cp=2"),
     Mesh("fsdp", 2, "cp=2"),
     Mesh("ddp", 2, "tp=2"),
+    Mesh("fsdp", 4, "cp=2,tp=2"),
     Mesh("pipeline", 4, "pp=2,dp_shard=2"),
     Mesh("pipeline", 4, "pp=2,tp=2"),
     Mesh("pipeline", 4, "pp=2,cp=2"),
@@ -35,7 +35,11 @@ TRAINED = [
     experts(4, "ep=2,tp=2"),
 ]
 # test_pipeline_sequences.py resumes pipelines.
-RESUMED = [Mesh("ddp", 2, "cp=2"), Mesh("ddp", 2, "tp=2"), experts(2, "ep=2")]
+RESUMED = [
+    Mesh("ddp", 2, "cp=2"),
+    Mesh("ddp", 2, "tp=2"),
+    experts(2, "ep=2"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +69,18 @@ def test_a_resumed_run_is_the_same_bit_by_bit(mesh: Mesh, halved: Halved) -> Non
 
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    # Each mesh is saved on once and resumed on once.
     [
+        (Mesh("ddp", 2, "cp=2"), Mesh("fsdp", 2, "tp=2")),
         (Mesh("ddp", 2, "tp=2"), Mesh("fsdp", 4, "cp=2")),
         (Mesh("fsdp", 2, "cp=2"), Mesh("pipeline", 4, "pp=2,cp=2")),
         (Mesh("fsdp", 4, "tp=2"), Mesh("fsdp", 2)),
-        (Mesh("pipeline", 4, "pp=2,dp_shard=2"), Mesh("fsdp", 4, "tp=2")),
+        (Mesh("fsdp", 2), Mesh("fsdp", 4, "tp=2")),
+        (Mesh("pipeline", 4, "pp=2,dp_shard=2"), Mesh("fsdp", 2)),
+        (Mesh("fsdp", 2), Mesh("pipeline", 4, "pp=2,dp_shard=2")),
         (Mesh("single", 1), Mesh("pipeline", 4, "pp=2,tp=2")),
-        (Mesh("pipeline", 4, "pp=2,tp=2"), Mesh("pipeline", 4, "pp=2,dp_shard=2")),
+        (Mesh("pipeline", 4, "pp=2,tp=2"), Mesh("pipeline", 2, "pp=2")),
         (Mesh("pipeline", 4, "pp=2,cp=2"), Mesh("single", 1)),
+        (experts(2, "ep=2"), experts(1, strategy="single")),
         (experts(1, strategy="single"), experts(2, "ep=2")),
         (experts(4, "ep=2"), experts(2)),
         (experts(2, "ep=2"), experts(4, "ep=2", strategy="hsdp")),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from long_sequences import IGNORED, LongModel, by_hand, loader, rows
 from messages import says
-from models import leave_after_refusal, silent_trainer
+from models import silent_trainer
 from ranks import run_on_ranks
 from test_context_parallel import ByHandAttention, CountsRows, OwnPositions
 from torch import Tensor
@@ -25,13 +25,12 @@ BATCH, CLIP = 8, 0.3
 # The micro-batches of each window.
 WINDOWS = (4, 1, 2)
 STEPS = len(WINDOWS)
-# Schedule, blocks of the model, and whether activations are computed again. test_meshes.py has 1F1B, and
-# test_pipeline.py the others without parts of sequences.
-SCHEDULES = [("interleaved-1f1b", 4, None), ("zero-bubble-v", 4, None), ("1f1b", 4, "blocks")]
+# Schedule, blocks of the model.
+SCHEDULES = [("gpipe", 2), ("1f1b", 3), ("interleaved-1f1b", 4), ("zero-bubble", 3), ("zero-bubble-v", 4)]
 
 
 def trained(
-    schedule: str | None, blocks: int, ranks: int, parallel: str | None, memory: str | None = None
+    schedule: str | None, blocks: int, ranks: int, parallel: str | None
 ) -> tuple[list[tuple[float, float]], dict[str, float], dict[str, Tensor]]:
     """Train on ranks, or without a schedule in one process; return the sums, the metrics and the weights held here."""
     module = LongModel(blocks=blocks)
@@ -43,7 +42,6 @@ def trained(
         accumulate_grad_batches=AccumulationSchedule.cycle(WINDOWS),
         gradient_clip_val=CLIP,
         limit_train_batches=sum(WINDOWS),
-        memory=memory,
         num_sanity_val_steps=0,
     )
     share = BATCH // trainer.fabric.resources.data_size
@@ -62,9 +60,9 @@ def chunks(given: list[Any], size: int) -> list[list[Any]]:
     return [given[first : first + size] for first in range(0, len(given), size)]
 
 
-def check(schedule: str, blocks: int, ranks: int, parallel: str, memory: str | None = None) -> None:
+def check(schedule: str, blocks: int, ranks: int, parallel: str) -> None:
     """Compare the losses, the final weights and the metrics with those of one process."""
-    results = run_on_ranks(ranks, trained, schedule, blocks, ranks, parallel, memory, timeout=120.0)
+    results = run_on_ranks(ranks, trained, schedule, blocks, ranks, parallel, timeout=120.0)
     losses, expected = by_hand(1, CLIP, STEPS, BATCH, blocks=blocks)
     layout = resolve_degrees(parallel).lay_out(ranks)
     # Ranks of a pipeline have the sums of its last stage.
@@ -82,23 +80,22 @@ def check(schedule: str, blocks: int, ranks: int, parallel: str, memory: str | N
             assert metrics == pytest.approx(single, rel=1e-5)
 
 
-@pytest.mark.parametrize(("schedule", "blocks", "memory"), SCHEDULES)
-def test_each_schedule_trains_parts_without_targets_as_one_process(
-    schedule: str, blocks: int, memory: str | None
-) -> None:
+@pytest.mark.parametrize(("schedule", "blocks"), SCHEDULES)
+def test_each_schedule_trains_parts_without_targets_as_one_process(schedule: str, blocks: int) -> None:
     # Micro-batches of two sequences, of which every other one has no target in its first part.
-    check(schedule, blocks, 4, "pp=2,cp=2", memory)
+    check(schedule, blocks, 4, "pp=2,cp=2")
 
 
-def test_eight_ranks_train_as_one_process() -> None:
-    check("1f1b", 3, 8, "pp=2,cp=2,dp_shard=2")
+@pytest.mark.parametrize("parallel", ["pp=2,cp=2,dp_shard=2", "pp=2,cp=2,tp=2"])
+def test_eight_ranks_train_as_one_process(parallel: str) -> None:
+    check("1f1b", 2, 8, parallel)
 
 
 # ---- resumption -----------------------------------------------------------------------------------------------------
 
 
 def with_dropout(
-    schedule: str, parallel: str, path: str, resume: bool
+    schedule: str, ranks: int, parallel: str, path: str, resume: bool
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     def save(trainer: Trainer, *_: Any) -> None:
         if not resume and trainer.global_step == 2 and not Path(path).exists():
@@ -109,7 +106,7 @@ def with_dropout(
         block.register_forward_hook(lambda own, _, output: torch.nn.functional.dropout(output, 0.2, own.training))
     trainer = silent_trainer(
         strategy=PipelineStrategy(schedule),
-        devices=4,
+        devices=ranks,
         parallel=parallel,
         max_steps=4,
         accumulate_grad_batches=2,
@@ -122,13 +119,20 @@ def with_dropout(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "parallel"),
-    [("1f1b", "pp=2,cp=2"), ("zero-bubble-v", "pp=2,dp_shard=2"), ("zero-bubble", "pp=2,tp=2")],
+    ("schedule", "ranks", "parallel"),
+    [
+        ("1f1b", 4, "pp=2,cp=2"),
+        ("zero-bubble-v", 2, "pp=2"),
+        ("1f1b", 4, "pp=2,dp_shard=2"),
+        ("zero-bubble", 4, "pp=2,tp=2"),
+    ],
 )
-def test_a_run_that_draws_random_numbers_resumes_bit_by_bit(schedule: str, parallel: str, tmp_path: Path) -> None:
-    given = (schedule, parallel, str(tmp_path / "half.ckpt"))
-    whole = run_on_ranks(4, with_dropout, *given, False)
-    again = run_on_ranks(4, with_dropout, *given, True)
+def test_a_run_that_draws_random_numbers_resumes_bit_by_bit(
+    schedule: str, ranks: int, parallel: str, tmp_path: Path
+) -> None:
+    given = (schedule, ranks, parallel, str(tmp_path / "half.ckpt"))
+    whole = run_on_ranks(ranks, with_dropout, *given, False)
+    again = run_on_ranks(ranks, with_dropout, *given, True)
     assert [sums for sums, _ in again] == [sums[4:] for sums, _ in whole]
     for (_, one), (_, other) in zip(whole, again, strict=True):
         assert one.keys() == other.keys()
@@ -158,14 +162,17 @@ def fitted(kind: type[LongModel]) -> None:
 
 
 def refused(kind: type[LongModel]) -> str:
-    with pytest.raises(ConfigurationError) as caught:
+    try:
         fitted(kind)
-    return str(caught.value)
+    except ConfigurationError as error:
+        return str(error)
+    return "trained"
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        (LongModel, "trained"),
         (ByHandAttention, "scaled_dot_product_attention"),
         (OwnPositions, "part.positions()"),
         (CountsRows, "CountsRows.batch_weight"),
@@ -175,11 +182,7 @@ def test_a_model_that_parts_would_train_wrongly_is_refused(kind: type[LongModel]
     says(run_on_ranks(4, refused, kind), words)
 
 
-def leaving(kind: type[LongModel]) -> None:
-    leave_after_refusal(lambda: fitted(kind))
-
-
 def test_a_step_that_leaves_blocks_out_for_a_part_is_refused() -> None:
     with pytest.raises(AssertionError) as caught:
-        run_on_ranks(4, leaving, ReturnsEarly)
+        run_on_ranks(4, fitted, ReturnsEarly)
     assert "returned before it had called the blocks of the model, for a part of sequences" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Pipelines whose stages are sharded: what a rank holds, full gradients, clipping of values, freezing."""
+"""Pipelines whose stages are sharded: what a rank holds, full gradients, clipping of values, freezing, refusals."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from language_model import Block, SGDModel, token_loader, tokens
-from messages import says
-from models import full_weights, silent_trainer, weights_of
+from language_model import Block, LanguageModel, token_loader, tokens
+from messages import refuses, says
+from models import silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -24,7 +24,15 @@ SHARDED = "pp=2,dp_shard=2"
 CLIP = 0.01
 
 
-def fitted(module: SGDModel, callback: Callback | None = None, **settings: Any) -> Any:
+class Plain(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__(blocks=4)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
+def fitted(module: LanguageModel, callback: Callback | None = None, **settings: Any) -> Any:
     settings = {"parallel": SHARDED, "max_steps": 4, "accumulate_grad_batches": 4, **settings}
     callbacks = [] if callback is None else [callback]
     trainer = silent_trainer(devices=4, strategy="pipeline", callbacks=callbacks, **settings)
@@ -32,8 +40,8 @@ def fitted(module: SGDModel, callback: Callback | None = None, **settings: Any) 
     return trainer
 
 
-def by_hand(rows: int = 16, frozen_from: int = 99, clips: bool = False, module: SGDModel | None = None) -> Tensor:
-    module = module or SGDModel()
+def by_hand(rows: int = 16, frozen_from: int = 99, clips: bool = False, module: Plain | None = None) -> Tensor:
+    module = module or Plain()
     optimizer = module.configure_optimizers()
     for number, batch in enumerate(tokens(64).split(rows)[:4]):
         module.blocks[3].requires_grad_(number < frozen_from)
@@ -74,13 +82,13 @@ def _size(tensor: Any) -> int:
 
 def held() -> tuple[tuple[int, int, int], dict[str, Tensor]]:
     callback = Held()
-    fitted(SGDModel(), callback)
+    fitted(Plain(), callback)
     return (callback.parameters, callback.gradients, callback.state), callback.full
 
 
 def test_a_rank_holds_its_shards_between_windows_and_finds_full_gradients() -> None:
     results = run_on_ranks(4, held)
-    module = SGDModel()
+    module = Plain()
     module.loss(tokens(64)[:16]).backward()
 
     blocks = sum(each.numel() for each in module.blocks.parameters())
@@ -100,7 +108,7 @@ def messages(window: int) -> tuple[int, int]:
         for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
             if plain := getattr(dist, name, None):
                 stack.enter_context(mock.patch.object(dist, name, partial(_noted, seen, name, plain)))
-        fitted(SGDModel(), max_steps=1, accumulate_grad_batches=window)
+        fitted(Plain(), max_steps=1, accumulate_grad_batches=window)
     return sum("gather" in name for name in seen), sum("scatter" in name for name in seen)
 
 
@@ -127,10 +135,10 @@ class Freezing(Callback):
 
 
 def weights(freezes: bool, parallel: str) -> Tensor | None:
-    module = SGDModel()
+    module = Plain()
     settings: dict[str, Any] = {"gradient_clip_val": CLIP, "gradient_clip_algorithm": "value"}
     fitted(module, *([Freezing()] if freezes else []), parallel=parallel, **({} if freezes else settings))
-    return full_weights(module)
+    return None if any(each.is_meta for each in module.parameters()) else weights_of(module)
 
 
 @pytest.mark.parametrize("parallel", [SHARDED, "pp=2,tp=2"])
@@ -147,7 +155,7 @@ def test_a_block_can_be_frozen_during_a_fit() -> None:
     torch.testing.assert_close(found, by_hand(frozen_from=2), rtol=1e-5, atol=1e-6)
 
 
-class Sharing(SGDModel):
+class Sharing(Plain):
     """Blocks of one stage share a norm, those of both stages another one, and one element is outside of them."""
 
     def __init__(self) -> None:
@@ -163,7 +171,7 @@ class Sharing(SGDModel):
 def shared() -> Tensor | None:
     module = Sharing()
     fitted(module)
-    return full_weights(module)
+    return None if any(each.is_meta for each in module.parameters()) else weights_of(module)
 
 
 def test_weights_that_blocks_and_stages_share_stay_shared() -> None:
@@ -195,7 +203,7 @@ class Whole(torch.optim.SGD):
     updates_full_parameters = True
 
 
-class UpdatedWhole(SGDModel):
+class UpdatedWhole(Plain):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return Whole(self.parameters(), lr=0.1)
 
@@ -208,3 +216,35 @@ def refused() -> str:
 
 def test_an_optimizer_of_full_parameters_is_refused() -> None:
     says(run_on_ranks(4, refused), "Whole", "'dp_replicate': ...")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ("pp=2,dp_shard=2,ep=2", ["dp_replicate, dp_shard, cp, tp and pp", "ep out"]),
+        ("pp=2,dp_shard=3", ["6 ranks"]),
+    ],
+)
+def test_other_axes_and_degrees_that_do_not_fit_are_refused(parallel: str, words: list[str]) -> None:
+    with refuses(ConfigurationError, *words):
+        fitted(Plain(), parallel=parallel)
+
+
+class Scalar(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def test_parameters_without_dims_are_refused() -> None:
+    with refuses(ConfigurationError, "scale is", "dims"):
+        fitted(Scalar())
+
+
+class Unplanned(Plain):
+    configure_tensor_parallel = None  # type: ignore[assignment]
+
+
+def test_layers_without_a_plan_are_refused() -> None:
+    with refuses(ConfigurationError, "Unplanned.configure_tensor_parallel"):
+        fitted(Unplanned(), parallel="pp=2,tp=2")

@@ -61,18 +61,6 @@ def fit(*arguments: str, model: Any = Net, data: Any = Points, **options: Any) -
     return TrainerCLI(model, data, trainer_defaults=QUIET, args=["fit", *arguments], **options)
 
 
-def created(*arguments: str, model: Any = Net, data: Any = Points, **options: Any) -> TrainerCLI:
-    """Create the objects of a command line, without the parsers of the stages, which take most of the time."""
-    return TrainerCLI(model, data, args=arguments, run=False, **{"trainer_defaults": QUIET, **options})
-
-
-def created_losses(*arguments: str, **options: Any) -> list[float]:
-    """Return the losses of a fit with the objects of a command line."""
-    cli = created(*arguments, **options)
-    cli.trainer.fit(cli.model, cli.datamodule)
-    return losses_of(cli)
-
-
 def losses_of(cli: TrainerCLI) -> list[float]:
     losses: list[float] = cli.model.losses  # type: ignore[assignment]
     return losses
@@ -88,7 +76,7 @@ def written(folder: Path, name: str, **sections: Any) -> str:
 def test_degrees_of_parallelism_are_a_setting(given: str, tmp_path: Path) -> None:
     path = written(tmp_path, "config.yaml", trainer={"parallel": {"dp_replicate": 1, "cp": 1}})
     arguments = ["--config", path] if given == "section" else ["--trainer.parallel", given]
-    cli = created(*arguments, "--trainer.strategy", "ddp", "--trainer.devices", "1")
+    cli = fit(*arguments, "--trainer.strategy", "ddp", "--trainer.devices", "1")
     assert cli.trainer.strategy.degrees.given == {"dp_replicate": 1, "cp": 1}
 
 
@@ -106,17 +94,16 @@ def test_files_are_merged_and_options_have_precedence(tmp_path: Path) -> None:
 
 
 def test_an_option_before_a_file_is_replaced_by_the_file(tmp_path: Path) -> None:
-    cli = created("--model.width=9", "-c", written(tmp_path, "a.yaml", model={"width": 5}))
-    assert cli.model.hparams["width"] == 5
+    cli = fit("--model.width=9", "-c", written(tmp_path, "a.yaml", model={"width": 5}))
+    assert losses_of(cli) == torch_losses(width=5)
 
 
 def test_a_configuration_in_json_and_as_a_dict(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"model": {"width": 5}, "trainer": {"max_epochs": 1}}')
-    cli = created("-c", str(tmp_path / "a.json"))
-    assert (cli.model.hparams["width"], cli.trainer.max_epochs) == (5, 1)
+    expected = torch_losses(epochs=1, width=5)
+    assert losses_of(fit("-c", str(tmp_path / "a.json"))) == expected
     given = {"subcommand": "fit", "fit": {"model": {"width": 5}, "trainer": {"max_epochs": 1}}}
-    cli = TrainerCLI(Net, Points, trainer_defaults=QUIET, args=given)
-    assert losses_of(cli) == torch_losses(epochs=1, width=5)
+    assert losses_of(TrainerCLI(Net, Points, trainer_defaults=QUIET, args=given)) == expected
 
 
 def test_subclass_mode_takes_the_class_from_the_configuration(tmp_path: Path) -> None:
@@ -126,9 +113,9 @@ def test_subclass_mode_takes_the_class_from_the_configuration(tmp_path: Path) ->
     assert type(cli.model) is ScaledNet
     assert losses_of(cli) == torch_losses(width=5, batch_size=8, scale=2.0)
     # The arguments that both classes have stay if the class changes.
-    cli = created("-c", path, "--model=configured.Net", model=Net, data=None, subclass_mode_model=True)
+    cli = fit("-c", path, "--model=configured.Net", model=Net, data=None, subclass_mode_model=True)
     assert type(cli.model) is Net
-    assert cli.model.hparams["width"] == 5
+    assert losses_of(cli) == torch_losses(width=5)
 
 
 def test_a_module_with_loaders_of_its_own_needs_no_data_section() -> None:
@@ -138,30 +125,31 @@ def test_a_module_with_loaders_of_its_own_needs_no_data_section() -> None:
             points.setup("fit")
             return points.train_dataloader()
 
-    assert created_losses(model=WithLoader, data=None) == torch_losses()
+    assert losses_of(fit(model=WithLoader, data=None)) == torch_losses()
 
 
-def test_the_optimizer_and_the_schedule_of_a_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_optimizer_and_the_schedule_of_a_configuration(tmp_path: Path) -> None:
     decay = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
     path = written(tmp_path, "a.yaml", optimizer=SGD, lr_scheduler=decay)
-    losses = created_losses("-c", path, "--optimizer.momentum=0.9", "--optimizer.lr=0.05", model=BareNet)
-    assert losses == torch_losses(lr=0.05, momentum=0.9, decay=0.5)
-    assert "replaces" not in capfd.readouterr().err
-    given = ["--optimizer=SGD", "--optimizer.lr=0.05", "--lr_scheduler", "ExponentialLR", "--lr_scheduler.gamma=0.5"]
-    assert created_losses(*given) == torch_losses(lr=0.05, decay=0.5)
-    # That of the module is replaced, which is reported.
+    cli = fit("-c", path, "--optimizer.momentum=0.9", "--optimizer.lr=0.05", model=BareNet)
+    assert losses_of(cli) == torch_losses(lr=0.05, momentum=0.9, decay=0.5)
+    cli = fit("--optimizer=SGD", "--optimizer.lr=0.05", "--lr_scheduler", "ExponentialLR", "--lr_scheduler.gamma=0.5")
+    assert losses_of(cli) == torch_losses(lr=0.05, decay=0.5)
+
+
+def test_an_optimizer_that_replaces_that_of_the_module_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    assert losses_of(fit("--optimizer=SGD", "--optimizer.lr=0.05")) == torch_losses(lr=0.05)
     assert capfd.readouterr().err == "phalanx: the section 'optimizer' replaces configure_optimizers of Net.\n"
 
 
 def test_a_schedule_that_monitors_a_metric(tmp_path: Path) -> None:
     plateau = {"class_path": "ReduceLROnPlateau", "init_args": {"monitor": "val_loss", "patience": 0, "threshold": 1e9}}
     path = written(tmp_path, "a.yaml", optimizer=SGD, lr_scheduler=plateau)
-    cli = created("-c", path, "--trainer.max_epochs=4", "--lr_scheduler.factor=0.5", model=BareNet)
-    cli.trainer.fit(cli.model, cli.datamodule)
+    cli = fit("-c", path, "--trainer.max_epochs=4", "--lr_scheduler.factor=0.5", model=BareNet)
     assert cli.trainer.optimizers[0].param_groups[0]["lr"] < 0.1
     plateau = {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
     with refuses(ConfigurationError, "class_path", "phalanx.configuration"):
-        created_losses("-c", written(tmp_path, "b.yaml", optimizer=SGD, lr_scheduler=plateau), model=BareNet)
+        fit("-c", written(tmp_path, "b.yaml", optimizer=SGD, lr_scheduler=plateau), model=BareNet)
 
 
 class CallableNet(Net):
@@ -179,7 +167,7 @@ class CallableNet(Net):
 def test_a_module_that_receives_its_optimizer(tmp_path: Path) -> None:
     decay = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
     path = written(tmp_path, "a.yaml", model={"optimizer": SGD, "decay": decay})
-    assert created_losses("-c", path, model=CallableNet) == torch_losses(decay=0.5)
+    assert losses_of(fit("-c", path, model=CallableNet)) == torch_losses(decay=0.5)
 
 
 def test_optimizers_that_are_linked_to_arguments() -> None:
@@ -219,7 +207,7 @@ def test_callbacks_and_loggers_by_class_path_and_by_name(tmp_path: Path) -> None
     ]
     loggers = [{"class_path": "pytorch_lightning.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}}]
     path = written(tmp_path, "a.yaml", trainer={"callbacks": callbacks, "logger": loggers})
-    cli = created("-c", path, "--trainer.callbacks+=early_stopping", trainer_defaults=None)
+    cli = TrainerCLI(Net, Points, args=["-c", path, "--trainer.callbacks+=early_stopping"], run=False)
     kinds = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert kinds[:6] == ["EarlyStopping", "ModelSummary", "LearningRateMonitor", "Reminder", "Timer", "EarlyStopping"]
     first, last = cli.trainer.callbacks[0], cli.trainer.callbacks[5]
@@ -227,7 +215,7 @@ def test_callbacks_and_loggers_by_class_path_and_by_name(tmp_path: Path) -> None
     assert isinstance(last, EarlyStopping)
     assert (first.patience, first.monitor, last.monitor) == (7, "loss", "val_loss")
     assert [type(logger).__name__ for logger in cli.trainer.loggers] == ["CSVLogger"]
-    cli = created("--trainer.logger", "csv", "--trainer.callbacks=Timer", trainer_defaults=None)
+    cli = TrainerCLI(Net, Points, args=["--trainer.logger", "csv", "--trainer.callbacks=Timer"], run=False)
     assert [type(logger).__name__ for logger in cli.trainer.loggers] == ["CSVLogger"]
     assert "Timer" in {type(callback).__name__ for callback in cli.trainer.callbacks}
 
@@ -241,14 +229,15 @@ class Prompted(Net):
 
 
 @pytest.mark.parametrize("prompt", ["[INST] hello", "{name}, hello", "[a, b]", "[2024-13-45]", "{{a}: b"])
-def test_a_text_that_begins_with_a_bracket(prompt: str) -> None:
-    for arguments in ([f"--model.prompt={prompt}"], ["--model.prompt", prompt]):
-        assert created(*arguments, model=Prompted).model.prompt == prompt
+@pytest.mark.parametrize("in_one_word", [True, False])
+def test_a_text_that_begins_with_a_bracket(prompt: str, in_one_word: bool) -> None:
+    args = [f"--model.prompt={prompt}"] if in_one_word else ["--model.prompt", prompt]
+    assert TrainerCLI(Prompted, Points, args=args, trainer_defaults=QUIET, run=False).model.prompt == prompt
 
 
 def test_values_of_a_callback_are_read_as_in_a_file() -> None:
     stopping = "[{class_path: early_stopping, init_args: {monitor: 2026-01-02, min_delta: 1e-3}}]"
-    cli = created("--trainer.callbacks", stopping)
+    cli = TrainerCLI(Net, Points, args=["--trainer.callbacks", stopping], trainer_defaults=QUIET, run=False)
     (found,) = (each for each in cli.trainer.callbacks if isinstance(each, EarlyStopping))
     assert (found.monitor, found.min_delta) == ("2026-01-02", 1e-3)
 
@@ -264,11 +253,11 @@ def test_a_callback_with_a_section_of_its_own() -> None:
     assert (stopping.monitor, stopping.patience) == ("val_loss", 9)
 
 
-@pytest.mark.parametrize("text", ["00:12:00:00", "12:00:00", "{hours: 12}"])
+@pytest.mark.parametrize("text", ["00:12:00:00", "12:00:00", "{hours: 12}", "0 days, 12:00:00"])
 def test_durations(text: str, tmp_path: Path) -> None:
     saving = {"class_path": "ModelCheckpoint", "init_args": {"train_time_interval": "01:02:00:00"}}
     path = written(tmp_path, "a.yaml", trainer={"callbacks": [saving], "enable_checkpointing": True})
-    cli = created("-c", path, f"--trainer.max_time={text}", trainer_defaults=None)
+    cli = TrainerCLI(Net, Points, args=["-c", path, f"--trainer.max_time={text}"], run=False)
     limit = next(each for each in cli.trainer.callbacks if isinstance(each, Timer))
     assert limit.time_remaining() == 12 * 3600
     assert cli.config["trainer"]["callbacks"][0].init_args.train_time_interval == timedelta(days=1, hours=2)
@@ -296,33 +285,45 @@ def test_linked_arguments_and_hooks_around_a_stage() -> None:
 
 
 def test_without_a_stage_the_objects_are_created_only() -> None:
-    cli = created("--model.width=6")
+    cli = TrainerCLI(Net, Points, trainer_defaults=QUIET, args=["--model.width=6"], run=False)
     assert (cli.subcommand, losses_of(cli)) == (None, [])
     cli.trainer.fit(cli.model, cli.datamodule)
     assert losses_of(cli) == torch_losses(width=6)
 
 
+def test_callbacks_of_the_defaults_are_added_to_those_of_a_configuration() -> None:
+    defaults = {**QUIET, "callbacks": [EarlyStopping("val_loss")]}
+    cli = TrainerCLI(Net, Points, trainer_defaults=defaults, args=["--trainer.callbacks=Timer"], run=False)
+    kinds = {type(callback).__name__ for callback in cli.trainer.callbacks}
+    assert {"Timer", "EarlyStopping"} <= kinds
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_objects_among_the_defaults_are_used_unless_a_configuration_has_others(several: bool, tmp_path: Path) -> None:
     logger, strategy = CSVLogger(tmp_path), DDPStrategy(bucket_cap_mb=1)
-    stopping = EarlyStopping("val_loss")
-    defaults = {**QUIET, "logger": [logger] if several else logger, "strategy": strategy, "callbacks": [stopping]}
-    cli = created(trainer_defaults=defaults)
+    defaults = {**QUIET, "logger": [logger] if several else logger, "strategy": strategy}
+    cli = TrainerCLI(Net, Points, trainer_defaults=defaults, args=[], run=False)
     assert cli.trainer.loggers == [logger]
     assert cli.trainer.strategy is strategy
-    given = ["--trainer.logger=false", "--trainer.strategy=single", "--trainer.callbacks=Timer"]
-    other = created(*given, trainer_defaults=defaults)
+    other = TrainerCLI(
+        Net, Points, trainer_defaults=defaults, args=["--trainer.logger=false", "--trainer.strategy=single"], run=False
+    )
     assert (other.trainer.loggers, other.trainer.strategy.name) == ([], "single")
-    # Callbacks are added to those of the configuration.
-    assert {"Timer", "EarlyStopping"} <= {type(callback).__name__ for callback in other.trainer.callbacks}
 
 
 def test_the_seed() -> None:
-    assert created_losses("--seed_everything=3") == torch_losses(seed=3)
-    assert created_losses(seed_everything_default=3) == torch_losses(seed=3)
+    assert losses_of(fit("--seed_everything=3")) == losses_of(fit(seed_everything_default=3)) == torch_losses(seed=3)
     torch.manual_seed(11)
-    assert created_losses("--seed_everything=false") == torch_losses(seed=11)
-    assert created("--seed_everything=true").config["seed_everything"] == 0
+    assert losses_of(fit("--seed_everything=false")) == torch_losses(seed=11)
+    assert fit("--seed_everything=true").config["fit"]["seed_everything"] == 0
+
+
+def test_a_fit_is_resumed_by_ckpt_path(tmp_path: Path) -> None:
+    saving = ["--trainer.enable_checkpointing=true", f"--trainer.default_root_dir={tmp_path}", "--seed_everything=2"]
+    first = fit(*saving, "--trainer.max_epochs=1")
+    (path,) = tmp_path.rglob("*.ckpt")
+    second = fit(*saving, "--trainer.max_epochs=3", f"--ckpt_path={path}")
+    assert losses_of(first) + losses_of(second) == torch_losses(epochs=3, seed=2)
 
 
 def test_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,16 +335,30 @@ def test_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses_of(fit()) == torch_losses()
 
 
-def test_the_configuration_of_a_run_is_saved_and_reproduces_it(tmp_path: Path) -> None:
+def test_the_printed_configuration_trains_to_the_same_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--model=configured.ScaledNet", "--model.scale=3", "--data=configured.Points", "--optimizer=SGD"]
     arguments += ["--optimizer.lr=0.05", "--trainer.callbacks=timer", "--seed_everything=4"]
-    arguments += ["--trainer.enable_checkpointing=true", f"--trainer.default_root_dir={tmp_path}"]
-    cli = fit(*arguments, model=None, data=None)
+    expected = losses_of(fit(*arguments, model=None, data=None))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        fit(*arguments, "--print_config", model=None, data=None)
+    assert ended.value.code in (0, None)
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["seed_everything"] == 4
+    (tmp_path / "printed.yaml").write_text(printed)
+    assert losses_of(fit("-c", str(tmp_path / "printed.yaml"), model=None, data=None)) == expected
+    assert expected == torch_losses(seed=4, lr=0.05, scale=3.0)
+
+
+def test_the_configuration_of_a_run_is_saved_and_reproduces_it(tmp_path: Path) -> None:
+    cli = fit("--trainer.enable_checkpointing=true", f"--trainer.default_root_dir={tmp_path}", "--model.width=5")
     (saved,) = tmp_path.rglob("config.yaml")
     assert saved.parent == cli.trainer.run_dir
-    assert len(re.findall("^# phalanx==", saved.read_text(), re.MULTILINE)) == 1
-    again = fit("-c", str(saved), model=None, data=None)
-    assert losses_of(again) == losses_of(cli) == torch_losses(seed=4, lr=0.05, scale=3.0)
+    text = saved.read_text()
+    assert len(re.findall("^# phalanx==", text, re.MULTILINE)) == 1
+    assert losses_of(fit("-c", str(saved))) == losses_of(cli) == torch_losses(width=5)
 
 
 def test_a_configuration_that_is_not_saved_or_saved_elsewhere(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import threading
 import time
 from typing import Any
 
@@ -15,6 +17,7 @@ from ranks import run_on_ranks
 from torch import Tensor
 
 from phalanx.framework.core.errors import ConfigurationError, DesyncError
+from phalanx.framework.diagnostics.collective_trace import _thread_name
 
 AT = 2
 
@@ -58,8 +61,8 @@ def line_of(text: str, nth: int = 0) -> int:
     return [start + number for number, line in enumerate(lines) if line.strip() == text][nth]
 
 
-def differs(how: str) -> str:
-    trainer = silent_trainer(devices=2, strategy="ddp", max_epochs=1, debug="collectives", preemption_signals=[])
+def differs(how: str, strategy: str) -> str:
+    trainer = silent_trainer(devices=2, strategy=strategy, max_epochs=1, debug="collectives", preemption_signals=[])
     real, began = dist.all_reduce, time.monotonic()
     try:
         trainer.fit(Differing(how), loader(40, 4))
@@ -80,29 +83,28 @@ CASES = {
 }
 
 
-def all_differences() -> list[str]:
-    return [differs(how) for how in CASES]
-
-
-def test_the_first_difference_is_named_on_all_ranks() -> None:
-    first, second = run_on_ranks(2, all_differences)
+@pytest.mark.parametrize("how", CASES)
+def test_the_first_difference_is_named_on_all_ranks(how: str) -> None:
+    first, second = run_on_ranks(2, differs, how, "ddp")
     assert first == second
-    for message, parts in zip(first, CASES.values(), strict=True):
-        assert f"ranks 0 and 1 differ at optimizer step {AT}" in message
-        assert all(part in message for part in parts.split("{}")), message
-        assert f"{__file__}:" in message
-    assert f":{line_of('dist.all_reduce(mine)', 2)})" in first[-1]
-    assert f":{line_of('dist.all_reduce(mine)', 3)})" in first[-1]
+    assert f"ranks 0 and 1 differ at optimizer step {AT}" in first
+    assert CASES[how].partition("{}")[0] in first
+    assert CASES[how].rpartition("{}")[2] in first
+    assert f"{__file__}:" in first
+    if how == "line":
+        assert f":{line_of('dist.all_reduce(mine)', 2)})" in first
+        assert f":{line_of('dist.all_reduce(mine)', 3)})" in first
 
 
 def test_a_rank_that_fails_is_named_by_those_that_wait() -> None:
-    waiting, gone = run_on_ranks(2, differs, "gone")
+    waiting, gone = run_on_ranks(2, differs, "gone", "ddp")
     assert gone == "ValueError planted"
     assert "rank 1 has left the fit with ValueError: planted" in waiting
 
 
 def agrees(strategy: str, debug: str | None) -> Tensor:
     module = Differing("none")
+    module.automatic_optimization = True
     trainer = silent_trainer(
         devices=2, strategy=strategy, max_epochs=2, debug=debug, accumulate_grad_batches=2, num_sanity_val_steps=1
     )
@@ -138,3 +140,18 @@ def test_one_process_has_nothing_to_compare() -> None:
 def test_an_unknown_debug_mode_is_refused() -> None:
     with refuses(ConfigurationError, "'colectives'", "'collectives'"):
         silent_trainer(debug="colectives")
+
+
+def test_threads_that_torch_starts_have_one_name_on_all_ranks() -> None:
+    # Backward passes on CUDA run in such a thread, which Python numbers in the order of first use.
+    names: list[str] = []
+    library = ctypes.PyDLL(None)
+    routine = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: names.append(_thread_name()))
+    for _ in range(2):
+        thread = ctypes.c_ulong()
+        assert library.pthread_create(ctypes.byref(thread), None, routine, None) == 0
+        ctypes.CDLL(None).pthread_join(thread, None)
+    own = threading.Thread(target=lambda: names.append(_thread_name()), name="loader")
+    own.start()
+    own.join()
+    assert names == ["backward", "backward", "loader"]

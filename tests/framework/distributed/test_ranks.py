@@ -8,10 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks, run_script
@@ -53,8 +51,6 @@ def hang_after_signals_were_handled() -> None:
 
 
 def leave_a_thread() -> None:
-    # The rank waits for threads before it complains, and is no longer used afterwards.
-    ranks.lasting_threads = partial(ranks.lasting_threads, seconds=0.1)
     threading.Thread(target=sleep_for_ever, name="forgotten", daemon=True).start()
 
 
@@ -78,6 +74,7 @@ def test_ranks_stay_warm_between_calls() -> None:
     [
         (fail_on_last_rank, 30.0, "the last rank has had enough"),
         (die_on_last_rank, 30.0, "rank 1 died: killed by SIGKILL"),
+        (sleep_for_ever, 1.0, "in sleep_for_ever"),
         (hang_after_signals_were_handled, 1.0, "in hang_after_signals_were_handled"),
         (leave_a_thread, 30.0, "threads behind: .*forgotten"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,36 +69,36 @@ def last_line(*args: object) -> tuple[str, list[str]]:
     ]
 
 
-@cache
-def undisturbed(strategy: str) -> str:
-    """Return the last line of a loop on two ranks in which nothing is killed."""
-    ends, continued = last_line(strategy, 2, 0, 1)
-    assert continued == []
-    return ends
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
-def test_a_loop_whose_ranks_were_killed_ends_with_the_same_weights(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero2", 2)], ids=lambda value: str(value)
+)
+def test_a_loop_whose_ranks_were_killed_ends_with_the_same_weights(strategy: str, ranks: int) -> None:
+    undisturbed, none = last_line(strategy, ranks, 0, 1)
+    assert none == []
     # Within a window of two batches, after its update, and at the first batch of the next epoch.
-    ends, continued = last_line(strategy, 2, 3, 1, "0:1:3", "1:0:6", "2:1:9")
-    assert ends == undisturbed(strategy)
+    last, first_of_epoch = ranks - 1, {1: 16, 2: 9}[ranks]
+    ends, continued = last_line(strategy, ranks, 3, 1, f"0:{last}:3", "1:0:6", f"2:{last}:{first_of_epoch}")
+    assert ends == undisturbed
     assert len(continued) == 3
 
 
-def test_a_loop_goes_on_from_memory_after_its_node_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loop_goes_on_from_memory_after_its_node_is_lost(tmp_path: Path, strategy: str) -> None:
+    undisturbed, _ = last_line(strategy, 2, 0, 1)
     (tmp_path / "loop.py").write_text(LOOP)
-    arguments = ["--spares", "1", str(tmp_path / "loop.py"), "fsdp", "0", "0", "1", "0:1:7"]
+    arguments = ["--spares", "1", str(tmp_path / "loop.py"), strategy, "0", "0", "1", "0:1:7"]
     with several_nodes(3, *arguments, nodes="2", temporary=tmp_path) as nodes:
         codes, printed = outcome(nodes)
     assert codes == [0, -signal.SIGKILL, 0], printed
     lines = printed[0].splitlines()
-    assert undisturbed("fsdp") in lines
+    assert undisturbed in lines
     # Batch 6 was the last one of a window; its snapshot may still have been on its way to the other node.
     assert {"continues at batch 4", "continues at batch 6"} & set(lines)
 
 
 def test_the_interval_is_found() -> None:
-    assert last_line("ddp", 2, 1, "auto", "0:0:12")[0] == undisturbed("ddp")
+    undisturbed, _ = last_line("ddp", 2, 0, "auto")
+    assert last_line("ddp", 2, 1, "auto", "0:0:12")[0] == undisturbed
 
 
 def test_a_step_that_fails_twice_is_not_tried_again() -> None:
@@ -108,57 +107,59 @@ def test_a_step_that_fails_twice_is_not_tried_again() -> None:
     assert "optimizer step 3 failed twice in a row" in done.stdout
 
 
-@pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
-    (tmp_path / "memory").mkdir()
-    return Attempts(tmp_path, monkeypatch)
+def micro_batch(
+    fabric: Fabric, model: Any, optimizer: Any, values: dict[str, Any] | None = None, every: int = 1
+) -> bool:
+    """Train on a micro-batch; return whether a snapshot was taken after it."""
+    with fabric.accumulate(model):
+        fabric.backward(model(torch.ones(2, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return fabric.snapshot(values, every=every)
 
 
-class Micro:
-    """A loop over micro-batches."""
-
-    def __init__(self, lr: float = 0.1, accumulate: int = 2) -> None:
-        self.fabric = Fabric(accelerator="cpu", devices=1, accumulate=accumulate)
-        self.net = nn.Linear(3, 1)
-        self.model, self.optimizer = self.fabric.setup(self.net, torch.optim.SGD(self.net.parameters(), lr=lr))
-
-    def train(self, values: dict[str, Any] | None = None, every: int = 1) -> bool:
-        """Train on a micro-batch; return whether a snapshot was taken after it."""
-        with self.fabric.accumulate(self.model):
-            self.fabric.backward(self.model(torch.ones(2, 3)).square().mean())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return self.fabric.snapshot(values, every=every)
-
-
-def test_no_snapshot_is_taken_within_a_window(launch: Attempts) -> None:
+def test_no_snapshot_is_taken_within_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would lose the gradients of the window, also in a loop that has just been restored."""
+    (tmp_path / "memory").mkdir()
+    launch = Attempts(tmp_path, monkeypatch)
     for attempt in range(2):
         launch.begin()
-        loop = Micro()
-        assert loop.fabric.load_snapshot() == bool(attempt)
-        assert [loop.train() for _ in range(4)] == [False, True, False, True]
+        fabric = Fabric(accelerator="cpu", devices=1, accumulate=2)
+        net = nn.Linear(3, 1)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        assert fabric.load_snapshot() == bool(attempt)
+        assert [micro_batch(fabric, model, optimizer) for _ in range(4)] == [False, True, False, True]
 
 
-def test_each_loop_of_a_script_has_snapshots_of_its_own(launch: Attempts) -> None:
-    ends: list[torch.Tensor] = []
+def test_each_loop_of_a_script_has_snapshots_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory").mkdir()
+    launch, ends = Attempts(tmp_path, monkeypatch), list[torch.Tensor]()
     for attempt in range(2):
         launch.begin()
         for number in range(2):
-            loop, values = Micro(lr=0.1 + number), {"loop": None}
-            assert loop.fabric.load_snapshot(values) == bool(attempt)
+            fabric = Fabric(accelerator="cpu", devices=1, accumulate=2)
+            net = nn.Linear(3, 1)
+            model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1 + number))
+            values: dict[str, Any] = {"loop": None}
+            assert fabric.load_snapshot(values) == bool(attempt)
             if attempt:
                 assert values == {"loop": number}
-                torch.testing.assert_close(loop.net.weight, ends[number], rtol=0, atol=0)
+                torch.testing.assert_close(net.weight, ends[number], rtol=0, atol=0)
             for _ in range(2):
-                loop.train({"loop": number})
-            ends.append(loop.net.weight.detach().clone())
+                micro_batch(fabric, model, optimizer, {"loop": number})
+            ends.append(net.weight.detach().clone())
 
 
-def test_another_interval_takes_effect_from_the_call_that_has_it(launch: Attempts) -> None:
-    launch.begin()
-    loop = Micro(accumulate=1)
-    taken = [loop.train(every=each) for each in (1, 1, 3, 3, 3, 1)]
+def test_another_interval_takes_effect_from_the_call_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory").mkdir()
+    Attempts(tmp_path, monkeypatch).begin()
+    fabric = Fabric(accelerator="cpu", devices=1)
+    net = nn.Linear(3, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    every = [1, 1, 3, 3, 3, 1]
+    taken = [micro_batch(fabric, model, optimizer, every=each) for each in every]
     assert taken == [True, True, False, False, True, True]
 
 

@@ -14,9 +14,22 @@ from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
-from phalanx import hf
-from phalanx.callbacks import LambdaCallback
+from phalanx import Callback, hf
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.core.optimizer_config import parameters_of
+
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 3, "zero3": 2}
+
+
+class SaveAtEnd(Callback):
+    """Writes the adapter and the merged model while the weights are still sharded."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        hf.save_adapter(trainer, self.directory / "adapter")
+        hf.save_adapter(trainer, self.directory / "merged", merge=True)
 
 
 @torch.no_grad()
@@ -27,14 +40,8 @@ def logits_of(model: nn.Module) -> Tensor:
 
 def trained(strategy: str, ranks: int, variant: str, directory: Path) -> tuple[Tensor, Tensor | None]:
     """Train and write; return logits of the trained model and of its own merge, on rank 0."""
-
-    def write(trainer: Any, module: Any) -> None:
-        # The weights are still sharded.
-        hf.save_adapter(trainer, directory / "adapter")
-        hf.save_adapter(trainer, directory / "merged", merge=True)
-
-    module, writer = Adapted(variant), LambdaCallback(on_train_end=write)
-    trainer = silent_trainer(strategy=strategy, devices=ranks, max_steps=2, callbacks=[writer])
+    module = Adapted(variant)
+    trainer = silent_trainer(strategy=strategy, devices=ranks, max_steps=2, callbacks=[SaveAtEnd(directory)])
     trainer.fit(module, row_loader(2 * 12, 12 // ranks))
     if not trainer.is_global_zero:
         return torch.empty(0), None
@@ -50,17 +57,18 @@ def opened(directory: Path, variant: str) -> Any:
     return PeftModel.from_pretrained(base, str(directory))
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("zero2", 3), ("zero3", 2)])
-def test_peft_and_transformers_open_what_was_written(strategy: str, ranks: int, tmp_path: Path) -> None:
-    check(strategy, ranks, "modules_to_save", tmp_path)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_peft_and_transformers_open_what_was_written(strategy: str, tmp_path: Path) -> None:
+    check(strategy, "modules_to_save", tmp_path)
 
 
 @pytest.mark.parametrize("variant", ["conv1d", "bias", "dora", "two_adapters"])
 def test_features_of_peft_are_exported(variant: str, tmp_path: Path) -> None:
-    check("single", 1, variant, tmp_path)
+    check("single", variant, tmp_path)
 
 
-def check(strategy: str, ranks: int, variant: str, directory: Path) -> None:
+def check(strategy: str, variant: str, directory: Path) -> None:
+    ranks = STRATEGIES[strategy]
     arguments = (strategy, ranks, variant, directory)
     results = [trained(*arguments)] if ranks == 1 else run_on_ranks(ranks, trained, *arguments, timeout=120.0)
     expected, merged = results[0]
@@ -71,17 +79,17 @@ def check(strategy: str, ranks: int, variant: str, directory: Path) -> None:
     assert merged is not None
     torch.testing.assert_close(logits_of(found), merged, rtol=0.0, atol=1e-6)
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
-    assert sorted(path.name for path in directory.iterdir()) == ["adapter", "after", "merged"]
 
 
 def test_the_base_is_not_written(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    trainer = fitted(Adapted("linear").net)
-    hf.save_adapter(trainer, tmp_path / "adapter")
+    trained("single", 1, "linear", tmp_path)
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    trained = [one for one in trainer.module.parameters() if one.requires_grad]
-    assert sum(one.numel() for one in written.values()) == sum(one.numel() for one in trained)
+    module = Adapted("linear")
+    (optimizer,) = [module.configure_optimizers()]
+    assert sum(one.numel() for one in written.values()) == sum(one.numel() for one in parameters_of(optimizer))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "after", "merged"]
 
 
 def test_an_adapter_of_a_tied_layer_is_written_and_not_merged(tmp_path: Path) -> None:
@@ -161,7 +169,7 @@ def resized(folder: Path) -> Any:
     return base
 
 
-def resized_and_written(strategy: str, folder: Path) -> Tensor:
+def resized_and_written(strategy: str, ranks: int, folder: Path) -> Tensor:
     """Train the embeddings and an adapter, and write them in the run; return the logits on rank 0."""
     from peft import LoraConfig, get_peft_model
 
@@ -169,18 +177,26 @@ def resized_and_written(strategy: str, folder: Path) -> Tensor:
     module.net = get_peft_model(resized(folder / "base"), LoraConfig(r=2, target_modules=["q_proj"]))
     module.net.get_input_embeddings().weight.requires_grad = True
     module.net.get_output_embeddings().weight.requires_grad = True
-    write = LambdaCallback(on_train_end=lambda trainer, module: hf.save_adapter(trainer, folder / "out"))
-    trainer = silent_trainer(strategy=strategy, devices=2, max_steps=2, callbacks=[write])
-    trainer.fit(module, row_loader(12, 3))
+    trainer = silent_trainer(strategy=strategy, devices=ranks, max_steps=2, callbacks=[WriteAdapter(folder / "out")])
+    trainer.fit(module, row_loader(12, 6 // ranks))
     return logits_of(module.net) if trainer.is_global_zero else torch.empty(0)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
-def test_embeddings_of_a_resized_vocabulary_are_written(strategy: str, tmp_path: Path) -> None:
+class WriteAdapter(Callback):
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        hf.save_adapter(trainer, self.directory)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2), ("zero3", 2)])
+def test_embeddings_of_a_resized_vocabulary_are_written(strategy: str, ranks: int, tmp_path: Path) -> None:
     from peft import PeftModel
 
     llama().save_pretrained(tmp_path / "base")
-    results = run_on_ranks(2, resized_and_written, strategy, tmp_path)
+    arguments = strategy, ranks, tmp_path
+    results = [resized_and_written(*arguments)] if ranks == 1 else run_on_ranks(ranks, resized_and_written, *arguments)
     found = PeftModel.from_pretrained(resized(tmp_path / "base"), str(tmp_path / "out"))
     torch.testing.assert_close(logits_of(found), results[0], rtol=0.0, atol=1e-6)
 

@@ -124,7 +124,7 @@ def three_runs(strategy: str, ranks: int, root: Path, precision: str = "32-true"
     return found
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
 def test_adapters_train_as_on_ordinary_layers_and_resume_exactly(strategy: str, tmp_path: Path) -> None:
     ranks = 1 if strategy == "single" else 2
     arguments = (strategy, ranks, tmp_path)
@@ -156,10 +156,10 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
         silent_trainer(devices=1, max_steps=4).fit(module, row_loader(48, 12), ckpt_path=tmp_path / "2.ckpt")
 
 
-def written(directory: Path) -> Tensor:
+def written(strategy: str, ranks: int, directory: Path) -> Tensor:
     module = Tuned()
-    trainer = silent_trainer(strategy="fsdp", devices=2, max_steps=2)
-    trainer.fit(module, row_loader(2 * BATCH, BATCH // 2))
+    trainer = silent_trainer(strategy=strategy, devices=ranks, max_steps=2)
+    trainer.fit(module, row_loader(2 * BATCH, BATCH // ranks))
     hf.save_adapter(trainer, directory / "adapter")
     hf.save_adapter(trainer, directory / "merged", merge=True)
     return logits_of(module.net) if trainer.is_global_zero else torch.empty(0)
@@ -171,11 +171,14 @@ def logits_of(model: nn.Module) -> Tensor:
     return logits
 
 
-def test_the_adapter_and_a_merged_model_in_full_precision_are_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_the_adapter_and_a_merged_model_in_full_precision_are_written(strategy: str, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
-    logits = run_on_ranks(2, written, tmp_path)[0]
+    ranks = 1 if strategy == "single" else 2
+    arguments = (strategy, ranks, tmp_path)
+    logits = written(*arguments) if ranks == 1 else run_on_ranks(ranks, written, *arguments)[0]
     again = PeftModel.from_pretrained(hf.quantize_4bit(llama()), str(tmp_path / "adapter"))
     torch.testing.assert_close(logits_of(again), logits)
     merged = LlamaForCausalLM.from_pretrained(str(tmp_path / "merged"))
@@ -255,7 +258,7 @@ def codes_from_file(strategy: str, path: Path | None) -> bool:
     )
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_each_rank_reads_its_part_of_a_base_of_4_bits_from_a_file(strategy: str, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from messages import refuses
 from model_script import MODEL
-from ranks import run_command, run_script, session_pids, started_script
+from ranks import run_command, run_script, session_pids, started_script, wait_until
 
 from phalanx.framework.core.errors import ConfigurationError, RankError
 from phalanx.framework.distributed.world import World
@@ -50,6 +50,26 @@ MEET = HEAD + "world = World.from_environment('cpu')\nworld.barrier()\n"
 TRAIN = "while True: world.all_reduce(torch.ones(2)); time.sleep(0.002)\n"
 
 
+def test_a_rank_that_raises_is_named_with_its_traceback_last_and_once() -> None:
+    done = run_script(MEET + "if world.rank == 1: raise KeyError('the cause')\n" + TRAIN)
+    lines = done.stdout.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("rank 1 (pid "))
+    assert lines[start].endswith(") failed:")
+    assert lines[start + 1] == "Traceback (most recent call last):"
+    assert lines[-1] == "KeyError: 'the cause'"
+    assert done.stdout.count("Traceback") == 1
+    assert done.returncode == 1
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
+    done = run_script(MEET + "if world.rank == 1: print(os.getpid()); os.kill(os.getpid(), signal.SIGKILL)\n" + TRAIN)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("rank 1 (pid ")
+    assert last.endswith(") was killed by SIGKILL")
+    assert "Traceback" not in done.stdout
+    assert done.returncode == 128 + signal.SIGKILL
+
+
 LEAVES = f"""{MODEL}
 class Leaving(Model):
     def training_step(self, batch, batch_idx):
@@ -70,6 +90,16 @@ def test_a_rank_that_leaves_a_fit_without_an_error_is_named() -> None:
     assert done.returncode != 0
 
 
+def test_ranks_that_are_preempted_end_by_themselves_with_their_message() -> None:
+    # Rank 0 is the last to end: nobody may cut short what it still writes.
+    source = MEET + "time.sleep(1.0 * (world.rank == 0)); print('saved'); raise Preempted('saved; run it again')\n"
+    done = run_script(source)
+    assert done.stdout.splitlines()[-1] == "saved; run it again"
+    assert done.stdout.count("saved\n") == 2
+    assert "Traceback" not in done.stdout
+    assert done.returncode == 75
+
+
 def test_processes_of_a_failed_rank_are_killed() -> None:
     source = MEET + (
         "import subprocess\n"
@@ -83,9 +113,21 @@ def test_processes_of_a_failed_rank_are_killed() -> None:
         assert session_pids(process.pid) == set()
 
 
+def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path) -> None:
+    source = MEET + "print('training', flush=True)\n" + TRAIN
+    # What it has no chance to remove goes where pytest does.
+    with started_script(source, env={"TMPDIR": str(tmp_path)}) as process:
+        read_until(process, "training", times=1)
+        # What ranks are forked from may still be ending.
+        wait_until(lambda: len(session_pids(process.pid)) == 3, seconds=5.0)
+        process.kill()
+        wait_until(lambda: not session_pids(process.pid), seconds=5.0)
+
+
 @pytest.mark.parametrize(
     ("handler", "signum", "code"),
     [
+        ("", signal.SIGTERM, 143),
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n", signal.SIGTERM, 75),
         ("", signal.SIGINT, 130),
     ],
@@ -143,15 +185,16 @@ def test_the_exit_code_is_the_same_where_the_output_is_not_read() -> None:
     assert "no such thing" not in done.stdout
 
 
-def test_a_rank_prints_its_traceback_where_the_disk_is_full() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_prints_its_traceback_where_the_disk_is_full(rank: int) -> None:
     # As on a full disk: the name of its draft is taken.
-    in_the_way = f"os.mkdir(os.path.join(os.environ[{ERROR_DIR!r}], 'rank_1.draft'))"
-    source = MEET + f"if place.rank == 1:\n    {in_the_way}\n    raise ValueError('planted')\n" + TRAIN
+    in_the_way = f"os.mkdir(os.path.join(os.environ[{ERROR_DIR!r}], 'rank_{rank}.draft'))"
+    source = MEET + f"if place.rank == {rank}:\n    {in_the_way}\n    raise ValueError('planted')\n" + TRAIN
     done = run_script(source)
     assert "ValueError: planted" in done.stdout
     # It is killed if it takes longer, as on a busy machine.
     how = r"(ended with exit code 1|exited the process group and was killed)"
-    assert re.fullmatch(rf"rank 1 \(pid \d+\) {how}", done.stdout.splitlines()[-1])
+    assert re.fullmatch(rf"rank {rank} \(pid \d+\) {how}", done.stdout.splitlines()[-1])
     assert done.returncode == 1
 
 
@@ -215,15 +258,9 @@ def main_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.undo()
 
 
-def test_a_script_can_be_run_again_and_a_session_or_a_test_runner_cannot(
-    main_module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_can_be_run_again(main_module: ModuleType) -> None:
     main_module.__file__ = __file__
     assert can_rerun_script()
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert not can_rerun_script()
-    monkeypatch.undo()
-    assert not can_rerun_script()
 
 
 @pytest.mark.parametrize("file", [None, "/no/such/script.py", "<stdin>"])
@@ -233,6 +270,16 @@ def test_without_a_file_there_is_nothing_to_run_again(main_module: ModuleType, f
     assert not can_rerun_script()
     with refuses(ConfigurationError, "script"):
         launch_script(2)
+
+
+def test_an_interpreter_session_cannot_be_run_again(main_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    main_module.__file__ = __file__
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert not can_rerun_script()
+
+
+def test_a_test_runner_is_not_run_again() -> None:
+    assert not can_rerun_script()
 
 
 @pytest.mark.parametrize(
@@ -385,19 +432,21 @@ CHANGED = (
 )
 
 
-@pytest.mark.parametrize("start", ["script", "module"])
+@pytest.mark.parametrize("start", ["script", "absolute path", "module"])
 def test_ranks_have_the_arguments_and_the_folder_of_the_start(tmp_path: Path, start: str) -> None:
+    script, package = tmp_path / "train.py", tmp_path / "package"
+    script.write_text(CHANGED)
     if start == "module":
         # Of a package, with the interpreter's own options.
-        package = tmp_path / "package"
         package.mkdir()
         (package / "part.py").write_text("VALUE = 'relative'")
         (package / "__main__.py").write_text("from . import part\n" + CHANGED)
-        command = [sys.executable, "-O", "-X", "utf8", "-W", "ignore", "-m", "package"]
+        options = ["-O", "-X", "utf8", "-W", "ignore", "-m", "package"]
+        done = run_command([sys.executable, *options, "a b", "out"], tmp_path)
+    elif start == "script":
+        done = run_command([sys.executable, "train.py", "a b", "out"], tmp_path)
     else:
-        (tmp_path / "train.py").write_text(CHANGED)
-        command = [sys.executable, "train.py"]
-    done = run_command([*command, "a b", "out"], tmp_path)
+        done = run_script(script, "a b", "out", cwd=tmp_path)
     flags = (1, True) if start == "module" else (0, False)
     assert done.stdout.splitlines()[-1] == str([("a b", str(tmp_path / "out"), *flags, "")] * 2), done.stdout
     assert done.returncode == 0

@@ -151,7 +151,7 @@ def test_a_run_that_has_not_begun_saves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
 def test_a_resumed_run_preempted_before_it_trains_loses_nothing(tmp_path: Path, hook: str) -> None:
     def go(root: Path, told: str | None, step: int) -> Regressor:
         torch.manual_seed(4)
@@ -363,7 +363,7 @@ def test_of_a_short_job_half_is_trained() -> None:
     assert triggers.posted.popleft() == ("leave", "time limit")
 
 
-@pytest.mark.parametrize(("name", "called"), [("SIGUSR2", True), ("SIGTERM", False)])
+@pytest.mark.parametrize(("name", "called"), [("SIGUSR1", True), ("SIGUSR2", True), ("SIGTERM", False)])
 def test_a_job_that_asked_for_a_signal_is_put_back(
     tmp_path: Path, queue: Path, capsys: pytest.CaptureFixture[str], name: str, called: bool
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from compiled_graphs import GRAPHS, counting, forget_compiled, num_graphs
 from messages import refuses
 from models import Regressor, loader, silent_trainer
+from ranks import run_on_ranks
 from small_gpt import (
     Language,
     SmallGPT,
@@ -28,7 +30,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, Subset
 
-from phalanx import Fabric, TrainModule
+from phalanx import Fabric, Trainer, TrainModule
 from phalanx.errors import ConfigurationError
 from phalanx.framework.parallel.compilation import CompiledForward, compilation
 from phalanx.framework.parallel.strategy import Strategy
@@ -58,29 +60,45 @@ BLOCKS = [f"gpt.blocks.{number}" for number in range(3)]
 
 
 def uneven_loader() -> DataLoader[Any]:
-    """Return batches of 6, the last of which has 4."""
+    """Return batches of 6, the last of which has 2 on each of two ranks."""
     return DataLoader(Subset(token_data(), range(52)), batch_size=6)
 
 
-def trained(compile: Any) -> Logging:
+def trained(strategy: Any, ranks: int, compile: Any, **settings: Any) -> tuple[dict[str, Tensor], Logging, Trainer]:
     forget_compiled()
     module = Logging()
-    trainer = silent_trainer(devices=1, max_epochs=2, compile=compile, num_sanity_val_steps=1)
+    trainer = silent_trainer(
+        strategy=strategy, devices=ranks, max_epochs=2, compile=compile, num_sanity_val_steps=1, **settings
+    )
     with no_progress_thread():
         trainer.fit(module, uneven_loader(), token_loader(6, 12))
     names = [name for name, part in module.named_modules() if "forward" in vars(part)]
     assert not names, f"{names} are still compiled after the fit"
-    return module
+    return weights(module) if trainer.is_global_zero else {}, module, trainer
 
 
-# Those on ranks are in test_compiled_runs.py.
-def test_compiled_blocks_train_the_same_model_on_one_device() -> None:
-    expected = weights(trained(False))
+def both(make: Callable[[], Any], ranks: int, compile: Any) -> list[str]:
+    """Train eager and compiled; return the names of the compiled parts."""
+    expected, _, _ = trained(make(), ranks, False)
     assert not GRAPHS
-    module = trained({"backend": counting})
-    assert_close(weights(module), expected)
+    found, module, _ = trained(make(), ranks, compile)
+    assert_close(found, expected)
     assert not counters["graph_break"]
-    assert module.seen["compiled"] == BLOCKS
+    names: list[str] = module.seen["compiled"]
+    return names
+
+
+def both_on_ranks(name: str, backend: str) -> list[str]:
+    return both(lambda: name, 2, {"backend": backend})
+
+
+@pytest.mark.parametrize("name", ["ddp_find_unused_parameters_true", "fsdp", "zero2"])
+def test_compiled_blocks_train_the_same_model_on_ranks(name: str) -> None:
+    assert run_on_ranks(2, both_on_ranks, name, "aot_eager", timeout=120) == [BLOCKS, BLOCKS]
+
+
+def test_compiled_blocks_train_the_same_model_on_one_device() -> None:
+    assert both(lambda: "single", 1, {"backend": counting}) == BLOCKS
     # One for each length of the batch's first dim, the second of which is for any, in training and evaluation.
     assert num_graphs() <= 4
 
@@ -125,11 +143,21 @@ def test_generated_code_trains_the_same_model(tmp_path: Path, monkeypatch: pytes
     assert_close(*found)
 
 
-@pytest.mark.parametrize(("layers", "blocks"), [(2, None), (5, None), (3, False)])
-def test_blocks_of_one_kind_and_a_module_whole_have_one_graph(layers: int, blocks: bool | None) -> None:
+def test_blocks_of_one_kind_share_one_graph() -> None:
+    counts = []
+    for layers in (2, 5):
+        forget_compiled()
+        trainer = silent_trainer(devices=1, max_steps=2, compile={"backend": counting})
+        trainer.fit(Language(layers), token_loader(6))
+        counts.append(len(GRAPHS))
+        assert not counters["graph_break"]
+    assert counts == [1, 1]
+
+
+def test_the_module_whole_has_one_graph() -> None:
     forget_compiled()
-    trainer = silent_trainer(devices=1, max_steps=2, compile={"backend": counting, "blocks": blocks})
-    trainer.fit(Language(layers), token_loader(6))
+    trainer = silent_trainer(devices=1, max_steps=2, compile={"backend": counting, "blocks": False})
+    trainer.fit(Language(), token_loader(6))
     assert len(GRAPHS) == 1
     assert not counters["graph_break"]
 

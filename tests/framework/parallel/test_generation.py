@@ -142,7 +142,7 @@ def learned(ranks: int, strategy: str, between: bool) -> Any:
     return loss, module.texts, reporter.texts, predicted
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_generation_in_steps_and_hooks_of_a_fit_leaves_training_as_it_is(strategy: str) -> None:
     loss, texts, _, predicted = learned(1, "single", between=False)
     answers = run_on_ranks(2, learned, 2, strategy, True)
@@ -181,7 +181,7 @@ def continued_by_fabric(strategy: str) -> list[Any]:
         return continued(model, fabric.global_rank)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_a_module_of_a_fabric_generates_what_the_plain_model_does(strategy: str) -> None:
     plain = causal().eval()
     assert run_on_ranks(2, continued_by_fabric, strategy) == [continued(plain, 0), continued(plain, 1)]
@@ -198,13 +198,13 @@ def dropped(model: Any, rank: int) -> list[Any]:
     return [model.generate(prompt, max_new_tokens=3 + 4 * rank, do_sample=True).tolist() for _ in range(2)]
 
 
-def dropped_by_fabric() -> list[Any]:
-    with fabric_model("fsdp") as (fabric, model):
+def dropped_by_fabric(strategy: str) -> list[Any]:
+    with fabric_model(strategy) as (fabric, model):
         return dropped(model, fabric.global_rank)
 
 
 def test_passes_for_other_ranks_draw_no_random_numbers() -> None:
-    assert run_on_ranks(2, dropped_by_fabric) == [dropped(causal(), 0), dropped(causal(), 1)]
+    assert run_on_ranks(2, dropped_by_fabric, "fsdp") == [dropped(causal(), 0), dropped(causal(), 1)]
 
 
 def gathers(reshards: bool) -> list[int]:
@@ -224,9 +224,9 @@ def test_weights_that_stay_gathered_are_gathered_once_per_call() -> None:
     assert once == same > 0
 
 
-def failed() -> str:
+def failed(strategy: str) -> str:
     """Return the error of this rank, of which the second stops between two passes."""
-    with fabric_model("fsdp") as (fabric, model):
+    with fabric_model(strategy) as (fabric, model):
 
         def stop(token: int, ids: Tensor) -> list[int]:
             if fabric.global_rank == 1 and ids.shape[-1] == 4:
@@ -240,8 +240,9 @@ def failed() -> str:
     return ""
 
 
-def test_an_error_between_two_passes_is_raised_on_all_ranks() -> None:
-    first, second = run_on_ranks(2, failed)
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_an_error_between_two_passes_is_raised_on_all_ranks(strategy: str) -> None:
+    first, second = run_on_ranks(2, failed, strategy)
     assert first.startswith("LoopError: rank 1 raised an error between two forward passes")
     assert second == "ValueError: a wrong token"
 

@@ -73,6 +73,7 @@ def expected(folders: dict[str, Path]) -> dict[str, Any]:
         ("ddp", 2, False, KINDS[:2]),
         ("fsdp", 2, False, KINDS[:2]),
         ("fsdp", 3, True, KINDS),
+        ("zero2", 3, True, KINDS[:1]),
         ("zero3", 2, False, KINDS[:2]),
         ("zero3", 3, True, KINDS),
     ],

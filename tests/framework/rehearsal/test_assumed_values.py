@@ -98,7 +98,7 @@ def test_what_is_chosen_by_unknown_values_is_not_rehearsed() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "parallel", "axes"),
-    [(8, "ep=2,tp=2", {"ep"}), (4, "ep=2,cp=2", {"cp", "ep"}), (2, "ep=2,cp=2", {"cp, ep"})],
+    [(8, "ep=4", {"ep"}), (8, "ep=2,tp=2", {"ep"}), (4, "ep=2,cp=2", {"cp", "ep"}), (2, "ep=2,cp=2", {"cp, ep"})],
 )
 def test_the_exchange_of_tokens_has_the_name_of_its_axis(ranks: int, parallel: str, axes: set[str]) -> None:
     found = rehearsed(LongModel(experts=8, blocks=1), "fsdp", ranks, next(iter(loader(8))), parallel)

@@ -63,8 +63,9 @@ def test_what_tensor_parallelism_splits_counts_in_part() -> None:
     assert {each.axis for each in split.traffic} == {"tp", "dp_replicate"}
 
 
-def test_each_micro_batch_of_a_long_window_adds_the_same_collectives() -> None:
-    four, five, eight = (counts_of(_rehearsed(Short(), "fsdp", 4, window=size)) for size in (4, 5, 8))
+@pytest.mark.parametrize(("name", "parallel"), [("fsdp", None), ("ddp", "tp=2")])
+def test_each_micro_batch_of_a_long_window_adds_the_same_collectives(name: str, parallel: str | None) -> None:
+    four, five, eight = (counts_of(_rehearsed(Short(), name, 4, parallel, window=size)) for size in (4, 5, 8))
     for kind, (times, size) in eight.items():
         assert times == five[kind][0] + 3 * (five[kind][0] - four[kind][0])
         assert size == five[kind][1] + 3 * (five[kind][1] - four[kind][1])

@@ -159,13 +159,21 @@ def test_resuming_at_every_step_of_one_process(tmp_path: Path, kind: str) -> Non
         assert equal(run(root, 1, kind, None, precision), expected), stop
 
 
-@pytest.mark.parametrize("kind", ["workers", "stream"])
+@pytest.mark.parametrize("kind", ["plain", "workers", "stream"])
 def test_resuming_on_two_ranks(tmp_path: Path, kind: str) -> None:
     expected = run_on_ranks(2, run, str(tmp_path / "whole"), 2, kind, None)
     for stop in (2, 4):
         root = str(tmp_path / str(stop))
         assert run_on_ranks(2, run, root, 2, kind, stop) == [None, None]
         assert equal(run_on_ranks(2, run, root, 2, kind, None), expected), stop
+
+
+def test_resuming_again_and_again_with_workers(tmp_path: Path) -> None:
+    expected = run(str(tmp_path / "whole"), 1, "workers", None)
+    root = str(tmp_path / "broken")
+    for stop in (2, 5, 8):
+        assert run(root, 1, "workers", stop) is None
+    assert equal(run(root, 1, "workers", None), expected)
 
 
 def saving_in(
@@ -175,8 +183,7 @@ def saving_in(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind", "hook"),
-    [(1, "plain", "on_fit_start"), (1, "plain", "on_train_epoch_start"), (2, "stream", "on_train_start")],
+    ("ranks", "kind", "hook"), [*((1, "plain", hook) for hook in STARTS), (2, "stream", "on_train_start")]
 )
 def test_what_is_saved_before_a_resumed_run_trains_resumes_too(
     tmp_path: Path, ranks: int, kind: str, hook: str
@@ -262,11 +269,13 @@ def part(
     return module.seen, weights_of(module)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 4), (3, 3)), ((3, 2), (2, 5))])
+@pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 2)), ((2, 2), (1, 4)), ((2, 4), (3, 3)), ((3, 2), (2, 5))])
 def test_each_sample_is_seen_once_on_another_number_of_ranks(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     def on(ranks: int, batch_size: int, stop: int | None) -> list[Any]:
+        if ranks == 1:
+            return [part(str(tmp_path), 1, batch_size, stop)]
         return run_on_ranks(ranks, part, str(tmp_path), ranks, batch_size, stop)
 
     first = on(*before, 4)
@@ -313,13 +322,16 @@ def rates(root: str, ranks: int, epochs: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 def test_schedules_go_on_where_they_were_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
+    def on(ranks: int, epochs: int) -> list[float]:
+        if ranks == 1:
+            return rates(str(tmp_path), 1, epochs)
+        found: list[float] = run_on_ranks(ranks, rates, str(tmp_path), ranks, epochs)[0]
+        return found
+
     whole = rates(str(tmp_path / "whole"), 1, 4)
-    first, second = (
-        run_on_ranks(ranks, rates, str(tmp_path), ranks, epochs)[0] for ranks, epochs in ((before, 2), (after, 4))
-    )
-    assert first + second == whole
+    assert on(before, 2) + on(after, 4) == whole
     assert len(set(whole)) == 16
 
 
@@ -359,13 +371,10 @@ def test_what_a_run_left_that_never_got_to_its_first_checkpoint_goes_with_the_ne
     killed.mkdir(parents=True)
     left = hidden_sibling(killed / "last.ckpt", "tmp")
     left.mkdir()
-    half = hidden_sibling(killed.parent / "run.id", "tmp")
-    half.write_text("half")
     trainer = silent_trainer(max_steps=1, default_root_dir=tmp_path, enable_checkpointing=True)
     trainer.fit(Regressor(), loader(16, 4), ckpt_path="auto")
     assert trainer.directory.version == 1
     assert not left.exists()
-    assert not half.exists()
 
 
 def test_auto_passes_over_what_other_runs_saved_into_the_same_directory(
@@ -400,6 +409,23 @@ class Notes(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.steps.append(trainer.global_step)
+
+
+def ragged(root: str, samples: int) -> tuple[list[int], list[str]]:
+    notes = Notes()
+    saver = ModelCheckpoint(root, every_n_train_steps=1, save_top_k=-1)
+    trainer = silent_trainer(
+        devices=2, max_epochs=2, callbacks=[saver, notes], enable_checkpointing=True, default_root_dir=root
+    )
+    trainer.fit(Regressor(), loader(samples, 4))
+    return notes.steps, sorted(path.name for path in Path(root).iterdir())
+
+
+@pytest.mark.parametrize("samples", [1, 9])
+def test_a_rank_without_data_saves_with_the_others(tmp_path: Path, samples: int) -> None:
+    (first, names), (second, _) = run_on_ranks(2, ragged, str(tmp_path), samples)
+    assert first == second == list(range(1, len(first) + 1))
+    assert len([name for name in names if name.endswith(".ckpt")]) == len(first)
 
 
 def told_on_resuming(root: Path, capsys: pytest.CaptureFixture[str], saved: Any, given: Any) -> str:

@@ -12,7 +12,7 @@ from messages import refuses
 from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
 from ranks import run_on_ranks
 from safetensors.torch import load_file
-from schedulefree import AdamWScheduleFree, SGDScheduleFree
+from schedulefree import AdamWScheduleFree, RAdamScheduleFree, SGDScheduleFree
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -24,6 +24,7 @@ SAVED, EVERY, END = 6, 4, 12
 KINDS: dict[str, Any] = {
     "adamw": partial(AdamWScheduleFree, lr=0.02, warmup_steps=3, weight_decay=0.01),
     "sgd": partial(SGDScheduleFree, lr=0.5),
+    "radam": partial(RAdamScheduleFree, lr=0.05),
 }
 
 
@@ -126,7 +127,8 @@ def check(found: list[Found], expected: Found, steps: slice = slice(None)) -> No
     ("kind", "strategy", "ranks"),
     [
         *((kind, "single", 1) for kind in (*KINDS, "split")),
-        *(("adamw", "ddp", 2), ("adamw", "fsdp-offload", 2), ("split", "fsdp", 2)),
+        *(("adamw", strategy, 2) for strategy in ("ddp", "fsdp", "fsdp-offload")),
+        ("split", "fsdp", 2),
     ],
 )
 def test_a_fit_switches_the_weights_and_resumes_exactly(kind: str, strategy: str, ranks: int, tmp_path: Path) -> None:
@@ -209,10 +211,12 @@ def test_an_average_cannot_have_the_name_of_the_weights_of_training() -> None:
         silent_trainer(max_steps=1, callbacks=[WeightAveraging(name="training")]).fit(ScheduleFree(), loader())
 
 
-def refused() -> None:
-    with refuses(ConfigurationError, "AdamWScheduleFree switches the weights", "ZeRO stage 2"):
-        silent_trainer(strategy="zero2", devices=2, max_steps=1).fit(ScheduleFree(), loader())
+def refusal(strategy: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        silent_trainer(strategy=strategy, devices=2, max_steps=1).fit(ScheduleFree(), loader())
+    return str(caught.value)
 
 
 def test_deepspeed_refuses_them() -> None:
-    run_on_ranks(2, refused)
+    for told in run_on_ranks(2, refusal, "zero2"):
+        assert "AdamWScheduleFree switches the weights between training and evaluation itself, and ZeRO stage 2" in told

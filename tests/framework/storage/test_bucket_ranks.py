@@ -8,7 +8,8 @@ from pathlib import Path
 import host_run
 import pytest
 import torch
-from bucket_trials import kill_and_continue
+from bucket_trials import run_trials
+from buckets import Faults
 from launched_nodes import outcome, several_nodes
 from ranks import run_on_ranks
 
@@ -16,17 +17,21 @@ from phalanx import checkpoint as library
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_run_goes_on_on_an_empty_machine_bit_by_bit(tmp_path: Path) -> None:
-    kill_and_continue(tmp_path, "fsdp", seed=4)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_a_killed_run_goes_on_on_an_empty_machine_bit_by_bit(tmp_path: Path, strategy: str) -> None:
+    tally = run_trials(tmp_path, strategy, 1, Faults(), seed=len(strategy))
+    assert not tally.problems, tally.problems[0]
+    assert tally.identical == tally.trials == 1
 
 
 @pytest.mark.timeout(240)
-def test_nodes_have_no_disk_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_nodes_have_no_disk_in_common(tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(host_run.URL, f"file://{tmp_path}/bucket")
     caches, folder = tmp_path / "caches", tmp_path / "run"
     folder.mkdir()
     for steps in (12, 20):
-        arguments = [str(Path(host_run.__file__)), str(folder), "fsdp", "0", "1", str(steps)]
+        arguments = [str(Path(host_run.__file__)), str(folder), strategy, "0", "1", str(steps)]
         with several_nodes(2, *arguments, caches=caches) as nodes:
             codes, printed = outcome(nodes)
         assert codes == [0, 0], printed
@@ -39,6 +44,6 @@ def test_nodes_have_no_disk_in_common(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv(host_run.URL)
     whole = tmp_path / "whole"
     whole.mkdir()
-    run_on_ranks(2, host_run.main, whole, "fsdp", 2, 1, 20, timeout=60.0)
+    run_on_ranks(2, host_run.main, whole, strategy, 2, 1, 20, timeout=60.0)
     weights = [torch.load(each / "weights.pt") for each in (folder, whole)]
     torch.testing.assert_close(*weights, rtol=0, atol=0)

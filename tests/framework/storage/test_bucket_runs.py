@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,17 +45,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return begin
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    """The URL of an empty folder."""
-    return f"file://{tmp_path}/bucket"
-
-
 @pytest.fixture(params=["file", "s3"])
-def each_url(request: pytest.FixtureRequest, url: str, tmp_path: Path) -> Iterator[str]:
-    """The URL of an empty place: of a folder, and of a service."""
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty place."""
     if request.param == "file":
-        yield url
+        yield f"file://{tmp_path}/bucket"
         return
     bucket: Bucket = request.getfixturevalue("bucket")
     yield f"s3://{NAME}/{tmp_path.name}"
@@ -107,10 +102,10 @@ def saved_run(trainer: Trainer) -> str:
     return found
 
 
-def test_a_fit_goes_on_on_an_empty_machine(tmp_path: Path, machine: Machine, each_url: str) -> None:
-    fitted(each_url, 2)
+def test_a_fit_goes_on_on_an_empty_machine(tmp_path: Path, machine: Machine, url: str) -> None:
+    fitted(url, 2)
     machine("second")
-    again = fitted(each_url, 4, ckpt_path="auto")
+    again = fitted(url, 4, ckpt_path="auto")
     last = f"{saved_run(again)}/checkpoints/last.ckpt"
     whole = fitted(tmp_path / "disk", 4)
     assert again.global_step == whole.global_step == 16
@@ -123,8 +118,8 @@ def test_a_fit_goes_on_on_an_empty_machine(tmp_path: Path, machine: Machine, eac
     torch.testing.assert_close(library.weights(last), weights_of(whole), rtol=0, atol=0)
 
 
-def test_the_bucket_has_what_the_disk_has_and_nothing_else(machine: Machine, each_url: str) -> None:
-    trainer = fitted(each_url, 3, monitor="val", save_top_k=2, every_n_train_steps=None)
+def test_the_bucket_has_what_the_disk_has_and_nothing_else(machine: Machine, url: str) -> None:
+    trainer = fitted(url, 3, monitor="val", save_top_k=2, every_n_train_steps=None)
     run = saved_run(trainer)
     folder = local_place(run)
     local = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -146,8 +141,8 @@ def kept(folder: Path) -> list[Any]:
     return library.checkpoints(folder / "checkpoints")
 
 
-def test_tensors_that_are_not_on_the_disk_are_read_from_the_bucket(machine: Machine, each_url: str) -> None:
-    trainer = fitted(each_url, 2, save_top_k=-1, keep_local=1)
+def test_tensors_that_are_not_on_the_disk_are_read_from_the_bucket(machine: Machine, url: str) -> None:
+    trainer = fitted(url, 2, save_top_k=-1, keep_local=1)
     folder = local_place(saved_run(trainer)) / "checkpoints"
     held = {path.parent.name for path in folder.rglob("*.safetensors")}
     assert held == {"last.ckpt"}
@@ -203,20 +198,20 @@ def test_what_a_run_without_a_checkpoint_has_left_is_deleted(machine: Machine, u
     assert list(store.list()) == ["run.id"]
 
 
-def test_two_machines_do_not_take_the_same_version(machine: Machine, each_url: str) -> None:
+def test_two_machines_do_not_take_the_same_version(machine: Machine, url: str) -> None:
     runs = []
     for name in ("first", "second"):
         machine(name)
-        local_place(f"{each_url}/phalanx_logs").mkdir(parents=True, exist_ok=True)
-        runs.append(saved_run(fitted(each_url, 1)))
-    assert runs == [f"{each_url}/phalanx_logs/version_{number}" for number in range(2)]
+        local_place(f"{url}/phalanx_logs").mkdir(parents=True, exist_ok=True)
+        runs.append(saved_run(fitted(url, 1)))
+    assert runs == [f"{url}/phalanx_logs/version_{number}" for number in range(2)]
 
 
 def test_a_run_that_another_machine_writes_is_refused(
-    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.05)
-    run = saved_run(fitted(url, 1))
+    run = saved_run(fitted(f"file://{tmp_path}/bucket", 1))
     store = open_store(run)
     ended = threading.Event()
 
@@ -232,12 +227,12 @@ def test_a_run_that_another_machine_writes_is_refused(
     renewing.start()
     try:
         with refuses(StorageError, "is being written by process 1 on elsewhere"):
-            fitted(url, 2, ckpt_path="auto")
+            fitted(f"file://{tmp_path}/bucket", 2, ckpt_path="auto")
     finally:
         ended.set()
         renewing.join()
     monkeypatch.setattr(lease, "_COUNTS_SECONDS", 0.3)
-    assert fitted(url, 2, ckpt_path="auto").global_step == 8
+    assert fitted(f"file://{tmp_path}/bucket", 2, ckpt_path="auto").global_step == 8
 
 
 def test_a_service_that_fails_and_goes_away_is_waited_for(
@@ -271,6 +266,14 @@ def test_memory_is_a_bucket_too(machine: Machine) -> None:
     machine("second")
     assert library.verify(f"{run}/checkpoints/last.ckpt") == []
     assert fitted("memory://fits", 3, ckpt_path="auto").global_step == 12
+
+
+def test_a_deleted_cache_deletes_nothing(machine: Machine, url: str) -> None:
+    run = saved_run(fitted(url, 1))
+    before = objects(run)
+    shutil.rmtree(machine("first"))
+    assert library.verify(f"{run}/checkpoints/last.ckpt") == []
+    assert objects(run) == before
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import product
 from typing import Any
 
 import pytest
@@ -54,9 +53,13 @@ def found(place: str, rank: int, largest: int, ranks: int = 1, **settings: Any) 
     return sizes, kept and numbers == random.getstate() and trainer.global_step == 0
 
 
-@pytest.mark.parametrize(("place", "ranks", "largest"), [("forward", 1, 1), ("backward", 2, 5), ("update", 3, 7)])
+@pytest.mark.parametrize(
+    ("place", "ranks", "largest"),
+    [*((place, 2, 5) for place in PLACES), ("forward", 1, 1), ("backward", 1, 13), ("update", 3, 7)],
+)
 def test_the_size_is_the_largest_that_fits_on_all_ranks(place: str, ranks: int, largest: int) -> None:
-    results = run_on_ranks(ranks, found, place, ranks - 1, largest, ranks, timeout=120)
+    arguments = (place, ranks - 1, largest, ranks)
+    results = [found(*arguments)] if ranks == 1 else run_on_ranks(ranks, found, *arguments, timeout=120)
 
     for sizes, unchanged in results:
         assert sizes.size == largest
@@ -91,8 +94,12 @@ def test_the_upper_limit_is_that_of_the_data_or_the_given_one(max_val: int | Non
 
 @pytest.mark.parametrize("place", PLACES)
 def test_two_steps_of_a_trial_are_enough(place: str) -> None:
-    sizes, _ = found(place, 0, 9, steps_per_trial=2, max_val=16)
-    assert sizes.size == 9
+    (one, _), (other, _) = run_on_ranks(2, two_steps, place, timeout=120)
+    assert one.size == other.size == 9
+
+
+def two_steps(place: str) -> tuple[BatchSizes, bool]:
+    return found(place, 1, 9, 2, steps_per_trial=2, max_val=16)
 
 
 def test_the_data_of_a_rank_is_the_limit_on_several_ranks() -> None:
@@ -100,9 +107,14 @@ def test_the_data_of_a_rank_is_the_limit_on_several_ranks() -> None:
 
 
 def test_the_search_begins_with_the_size_of_the_memory_plan() -> None:
+    module = Regressor()
+    trainer = silent_trainer(max_epochs=1, devices=1)
+    loader = DataLoader(DATA, batch_size=4)
+    plan = trainer.plan(module, loader)
+    assert plan.activations is not None
+
     # A model as small as this one fits with all samples.
-    sizes = silent_trainer(max_epochs=1, devices=1).find_batch_size(Regressor(), DataLoader(DATA, batch_size=4))
-    assert [trial.size for trial in sizes.trials] == [64]
+    assert [trial.size for trial in trainer.find_batch_size(module, loader).trials] == [64]
 
 
 def test_the_budget_of_trials_ends_the_search() -> None:
@@ -143,16 +155,28 @@ def error_of() -> str:
     return "none"
 
 
-@pytest.mark.parametrize("mode", ["binsearch", "power"])
-def test_the_search_ends_with_the_largest_size(mode: str) -> None:
-    for largest, limit, first in product((1, 2, 5, 16, 31), (1, 5, 31), (1, 2, 16, 31)):
-        search = BatchSizeSearch(BatchSizeTest(mode=mode), limit)
-        for size in search.sizes(first):
-            search.record(size, size // 2 if size > largest else size)
-        sizes, best = search.result(), min(largest, limit)
-        case = f"largest {largest}, limit {limit}, first {first}: {sizes}"
-        assert sizes.size == best if mode == "binsearch" else sizes.size <= best < 2 * sizes.size + 2, case
-        assert len({trial.size for trial in sizes.trials}) == len(sizes.trials) <= 10, case
+@pytest.mark.parametrize(
+    ("largest", "limit", "first", "mode"),
+    [
+        (largest, limit, first, mode)
+        for largest in (1, 2, 5, 16, 31)
+        for limit in (1, 5, 31)
+        for first in (1, 2, 16, 31)
+        for mode in ("binsearch", "power")
+    ],
+)
+def test_the_search_ends_with_the_largest_size(largest: int, limit: int, first: int, mode: str) -> None:
+    search = BatchSizeSearch(BatchSizeTest(mode=mode), limit)
+    for size in search.sizes(first):
+        reached = size
+        if size > largest:
+            reached = size // 2
+        search.record(size, reached)
+
+    sizes = search.result()
+    best = min(largest, limit)
+    assert sizes.size == best if mode == "binsearch" else sizes.size <= best < 2 * sizes.size + 2
+    assert len({trial.size for trial in sizes.trials}) == len(sizes.trials) <= 10
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,12 @@ def fitted(ranks: int, root: Path, **arguments: Any) -> tuple[Logging, Trainer]:
     return module, trainer
 
 
-def test_two_forked_ranks_bring_everything_back(tmp_path: Path) -> None:
-    module, trainer = fitted(2, tmp_path / "two", precision="64-true")
-    alone, single = fitted(1, tmp_path / "one", precision="64-true")
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_two_forked_ranks_bring_everything_back(precision: str, tmp_path: Path) -> None:
+    module, trainer = fitted(2, tmp_path / "two", precision=precision)
+    alone, single = fitted(1, tmp_path / "one", precision=precision)
     torch.testing.assert_close(weights_of(module), weights_of(alone), rtol=1e-5, atol=1e-6)
-    assert module.dtype == alone.dtype == torch.float64
+    assert module.dtype == alone.dtype
     assert (trainer.global_step, trainer.current_epoch) == (single.global_step, single.current_epoch) == (8, 2)
     assert trainer.progress == single.progress
     assert trainer.state.finished
@@ -77,34 +78,40 @@ def test_two_forked_ranks_bring_everything_back(tmp_path: Path) -> None:
     (counting,) = (callback for callback in trainer.callbacks if isinstance(callback, Counting))
     assert counting.batches == 8
     stopping, saver = trainer.early_stopping_callback, trainer.checkpoint_callback
-    watched = single.early_stopping_callback
     assert isinstance(stopping, EarlyStopping)
     assert isinstance(saver, ModelCheckpoint)
+    watched = single.early_stopping_callback
     assert isinstance(watched, EarlyStopping)
     assert float(stopping.best_score) == pytest.approx(float(watched.best_score), rel=1e-5)
     assert Path(saver.best_model_path).is_dir()
     assert trainer.checkpoint_dir == Path(saver.best_model_path).parent
-    # Evaluations use the fitted weights.
+
+
+def test_evaluations_use_the_fitted_weights(tmp_path: Path) -> None:
+    module, trainer = fitted(2, tmp_path)
     (metrics,) = trainer.validate(dataloaders=loader(16, 4), verbose=False)
     assert metrics["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]))
     predictions = trainer.predict(dataloaders=loader(16, 4))
     assert predictions is not None
     with torch.no_grad():
-        expected = torch.cat([module(x.double()) for x, _ in loader(16, 4)])
+        expected = torch.cat([module(x) for x, _ in loader(16, 4)])
     torch.testing.assert_close(torch.cat(predictions), expected)
     again = trainer.validate(Logging(), loader(16, 4), ckpt_path="best", verbose=False)
     assert again[0].keys() == {"val_loss"}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
-def test_forked_ranks_with_sharded_weights_bring_everything_back(strategy: str, tmp_path: Path) -> None:
-    module, trainer = fitted(2, tmp_path / "sharded", strategy=strategy)
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("hsdp", 4), ("zero3", 2)])
+def test_forked_ranks_with_sharded_weights_bring_everything_back(strategy: str, ranks: int, tmp_path: Path) -> None:
+    module, trainer = fitted(ranks, tmp_path / "sharded", strategy=strategy)
     alone, single = fitted(1, tmp_path / "one")
     torch.testing.assert_close(weights_of(module), weights_of(alone), rtol=1e-5, atol=1e-6)
     assert (trainer.global_step, trainer.current_epoch) == (single.global_step, single.current_epoch) == (8, 2)
     trained = weights_of(module)
     (metrics,) = trainer.test(module, loader(16, 4), verbose=False)
     assert metrics["val_loss"] == pytest.approx(float(single.callback_metrics["val_loss"]), rel=1e-5)
+    predictions = trainer.predict(module, loader(16, 4))
+    assert predictions is not None
+    assert torch.cat(predictions).shape == (16, 1)
     assert torch.equal(weights_of(module), trained)
 
 
@@ -141,7 +148,7 @@ class Interrupting(Callback):
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_an_interrupt_brings_back_what_was_trained(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "phalanx_logs" / "version_3").mkdir(parents=True)
     module = Logging()
