@@ -40,9 +40,9 @@ MODULES: dict[str, dict[str, str]] = {
         _UTILITIES: "AttributeDict measure_flops move_data_to_device rank_zero_deprecation rank_zero_info "
         "rank_zero_only rank_zero_warn",
     },
+    "fabric.utilities.apply_func": {_UTILITIES: "move_data_to_device"},
     "fabric.utilities.rank_zero": {_UTILITIES: _RANK_ZERO},
     "fabric.utilities.seed": {"framework.distributed.seed": "seed_everything"},
-    "fabric.utilities.apply_func": {_UTILITIES: "move_data_to_device"},
     "fabric.utilities.types": {
         _UTILITIES: "Optimizable ReduceOp",
         f"{_UTILITIES}.types": "_DEVICE _MAP_LOCATION_TYPE _PATH",

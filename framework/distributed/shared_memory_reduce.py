@@ -290,8 +290,8 @@ class TensorSums:
         turn, content, own = number % _TURNS, _DTYPE_CODES[tensor.dtype] | tensor.nbytes, self._board.index
         # The tensor may have been made in inference mode, and the sum be used outside of it.
         with torch.inference_mode():
-            # Whether a tensor is contiguous may differ by rank, so all of them are summed here.
-            flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+            # A copy of a tensor that is not contiguous, which may be so on some ranks only.
+            flat = tensor.reshape(-1)
             rows = self._rows.get((turn, tensor.dtype, len(flat))) or self._parts(turn, tensor.dtype, len(flat))
             if factor == 1.0:
                 rows[own].copy_(flat)

@@ -54,8 +54,8 @@ class TrainerState:
     status: str = "initializing"
     """``"initializing"``, ``"running"``, ``"finished"`` or ``"interrupted"``."""
     stage: str | None = None
-    """What the method executes: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``; None
-    between two methods. During the validation of a fit, ``fn`` is ``"fit"`` and ``stage`` is ``"validate"``."""
+    """The loop that is running: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``. None if
+    no method is running. During the validation of a fit, ``fn`` is ``"fit"`` and ``stage`` is ``"validate"``."""
 
     @property
     def finished(self) -> bool:
@@ -145,7 +145,7 @@ class Session:
 
     @property
     def stage(self) -> str | None:
-        """What the method in progress executes, as in ``TrainerState``."""
+        """The loop that is running, as in ``TrainerState.stage``."""
         if self.state.status != "running":
             return None
         if self.state.fn != "fit":

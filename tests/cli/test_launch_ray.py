@@ -1,4 +1,4 @@
-"""What runs on a Ray cluster of this machine: the job that ``phalanx launch --on ray`` writes, and Ray Tune's trials.
+"""Jobs on a local Ray cluster: the job that ``phalanx launch --on ray`` writes, and trials of Ray Tune.
 
 `make services` runs these tests.
 """

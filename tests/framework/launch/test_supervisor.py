@@ -47,7 +47,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 class Records:
-    """What ranks record before they end, one after the other."""
+    """Records that ranks write before they end, in order of time."""
 
     def __init__(self, directory: Path) -> None:
         self.records = RankRecords(str(directory))

@@ -198,11 +198,11 @@ def test_a_fit_in_forked_ranks(tmp_path: Path) -> None:
     refused(trainer, tmp_path / "x.ckpt", "ranks")
 
 
-# ---- behind the training ---------------------------------------------------------------------------------------------
+# ---- asynchronous saves ----------------------------------------------------------------------------------------------
 
 
 def save_both(trainer: Trainer, *_: Any) -> None:
-    """Save at step 3 behind the training, and at the same step here."""
+    """At step 3, save asynchronously and synchronously."""
     if trainer.global_step == 3:
         trainer.save_checkpoint("here.ckpt")
         trainer.save_checkpoint("behind.ckpt", asynchronous=True)
