@@ -21,8 +21,8 @@ import pytest
 SLOW_SECONDS = 0.7
 # How long the slow functions of the quick tier take, added up over its processes.
 SAMPLE_SECONDS = 240.0
-# A function in the wrong tier fails the run. What a test imports first is part of its time, and machines differ.
-WRONG_SECONDS = 30.0
+# From here on, a function in the wrong tier is named at the end of a run. It does not fail the run, as machines differ.
+WRONG_SECONDS = 10.0
 DURATIONS = Path(__file__).parent / "durations.json"
 
 
@@ -142,8 +142,8 @@ class Tiers:
             self._taken[function_of(report.nodeid)][report.nodeid] += report.duration
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail a run in which a function is in the wrong tier."""
+    def pytest_sessionfinish(self) -> None:
+        """Write the durations, or find the functions that are in the wrong tier."""
         if self._is_worker or self._config.option.collectonly:
             return
         taken = {function: list(cases.values()) for function, cases in self._taken.items()}
@@ -152,8 +152,6 @@ class Tiers:
             DURATIONS.write_text(json.dumps(slow, indent=0) + "\n", encoding="utf-8")
             return
         self._wrong = misplaced(taken, self._slow)
-        if self._wrong and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Name the functions that are in the wrong tier."""
@@ -161,5 +159,5 @@ class Tiers:
             terminalreporter.write_line(
                 f"{function}: {seconds:.1f} s a case, but it is not in {DURATIONS.name}: make it quicker than "
                 f"{SLOW_SECONDS} s, or run `make durations`.",
-                red=True,
+                yellow=True,
             )
