@@ -45,9 +45,9 @@ _MOST_EARLY_NOTES = 100
 METRIC_KINDS = ("callback", "logged", "progress_bar")
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainerState:
-    """The method that a Trainer executes, and its status. The names are those of Lightning."""
+    """The method that a Trainer executes, and its status. Read-only. The names are those of Lightning."""
 
     fn: str = "fit"
     """The current or last method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -138,7 +139,7 @@ def _run_in_forked_ranks(session: Session, stage: str, request: StageRequest) ->
             uses_cuda=resources.device_type == "cuda",
         )
     except BaseException:
-        session.state.status = "interrupted"
+        session.state = replace(session.state, status="interrupted")
         raise
     _restore(session, request, outcome)
     if outcome["interrupted"] is not None:

@@ -94,7 +94,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
         try:
             yield
             session.heartbeat.enter("teardown")
-            session.state.status = "finished"
+            session.state = replace(session.state, status="finished")
             if session.run is not None:
                 strategy = session.fabric.strategy
                 strategy.restore(session.run.module)
@@ -102,7 +102,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
             _teardown(session, stage)
         except BaseException as error:
             session.heartbeat.enter("teardown")
-            session.state.status = "interrupted"
+            session.state = replace(session.state, status="interrupted")
             note_exhausted(session, error)
             add_hints(error, stage, session.run, place.launcher is None)
             own_records().record_pending_error(place.rank, error, hiding_secrets())

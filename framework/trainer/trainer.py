@@ -812,35 +812,32 @@ class Trainer(RankProperties):
     @property
     def sanity_checking(self) -> bool:
         """Whether the sanity check of the validation loop is running."""
-        return self.run is not None and self.run.sanity_checking
+        return self._session.stage == "sanity_check"
 
     @property
     def training(self) -> bool:
         """Whether ``fit`` is training, not validating."""
-        return self.run is not None and self.run.stage == "fit" and not self.run.evaluating
+        return self._session.stage == "train"
 
     @property
     def validating(self) -> bool:
         """Whether a validation is running, in ``validate`` or in ``fit``; excludes the sanity check."""
-        return self._evaluates("validate") or (self._evaluates("fit") and not self.sanity_checking)
+        return self._session.stage == "validate"
 
     @property
     def evaluating(self) -> bool:
         """Whether a validation or a test is running, including the sanity check."""
-        return self.validating or self.testing or self.sanity_checking
+        return self._session.stage in ("validate", "test", "sanity_check")
 
     @property
     def testing(self) -> bool:
         """Whether ``test`` runs."""
-        return self._evaluates("test")
+        return self._session.stage == "test"
 
     @property
     def predicting(self) -> bool:
         """Whether ``predict`` runs."""
-        return self._evaluates("predict")
-
-    def _evaluates(self, stage: str) -> bool:
-        return self.run is not None and self.run.stage == stage and self.run.evaluating
+        return self._session.stage == "predict"
 
     @property
     def interrupted(self) -> bool:

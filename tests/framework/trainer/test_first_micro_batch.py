@@ -125,7 +125,7 @@ def test_a_size_that_is_given_and_that_of_a_checkpoint_precede_the_plan(tmp_path
 def test_a_step_that_cannot_be_measured_begins_with_the_whole_part() -> None:
     class Unmeasurable(Recorded):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            assert self.trainer.training, "a plan runs no fit"
+            assert self.trainer.run is not None, "a plan runs no fit"
             return super().training_step(batch, batch_idx)
 
     module, trainer = Unmeasurable(SAMPLES), made("auto")
