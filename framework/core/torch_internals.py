@@ -4,6 +4,7 @@
   transformers' models. ``torch.utils`` has no public module for them, and ``torch.fx.map_arg`` knows no such classes.
 - ``TorchDispatchMode`` and ``FakeTensorMode``: described in torch's documentation, under private modules only.
 - ``_version``: ``torch.autograd.graph`` can increment the version of a tensor, but not read it.
+- The attributes that ``torch.compile``, activation checkpointing and FSDP1 put into the names of tensors.
 
 ``without_subclasses`` is public, in place of ``torch._C.DisableTorchFunctionSubclass``.
 """
@@ -45,7 +46,9 @@ __all__ = [
     "version_of",
     "without_modes",
     "without_subclasses",
+    "without_wrappers",
 ]
+_WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 # It is not entered, so it tracks no module.
 _TRACKER = ModuleTracker()
 
@@ -54,6 +57,11 @@ def version_of(tensor: Tensor) -> int:
     """Return the number of changes of a tensor in place."""
     number: int = tensor._version
     return number
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name of a tensor without the attributes of torch's wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def storage_key(held: Tensor | torch.UntypedStorage) -> int:

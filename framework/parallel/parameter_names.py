@@ -13,12 +13,12 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from ..core.errors import CheckpointError
+from ..core.torch_internals import without_wrappers
 
 T = TypeVar("T")
 
 # The name that torch uses in a state_dict.
 _EXTRA_STATE = "_extra_state"
-_WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 # These wrappers use an attribute name that users choose as well.
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -31,25 +31,21 @@ def buffer_names(module: nn.Module) -> set[str]:
 
 def canonical_names(module: nn.Module) -> Callable[[str], str]:
     """Return a function that makes a name in ``module`` canonical, by removing the attributes of wrappers."""
-    parallel = {_unwrapped(path) for path, part in module.named_modules() if isinstance(part, _PARALLEL)}
+    parallel = {without_wrappers(path) for path, part in module.named_modules() if isinstance(part, _PARALLEL)}
 
     def canonical(name: str) -> str:
         if parallel:
             kept: list[str] = []
-            for part in _unwrapped(name).split("."):
+            for part in without_wrappers(name).split("."):
                 if part != "module" or ".".join(kept) not in parallel:
                     kept.append(part)
             return ".".join(kept)
-        return _unwrapped(name)
+        return without_wrappers(name)
 
     if parallel:
         # The paths of wrappers inside wrappers are already canonical here.
         parallel = {canonical(path) for path in sorted(parallel, key=len)} | parallel
     return canonical
-
-
-def _unwrapped(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def state_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ...core.errors import CheckpointError
+from ...core.torch_internals import without_wrappers
 from .detect_format import file_of
-from .foreign_state import ForeignOptimizer, Group, SlotState, bare
+from .foreign_state import ForeignOptimizer, Group, SlotState
 from .pickles import Pickles
 
 INDEX = ".metadata"
@@ -131,8 +132,8 @@ def named_optimizer(tree: Mapping[Any, Any], source: object, prefix: str = "") -
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise CheckpointError(f"{source} holds an optimizer whose groups do not name their parameters.")
         hyper = {key: _unnested(value) for key, value in group.items() if key not in ("params", "param_names")}
-        named.append(Group([prefix + bare(name) for name in names], hyper))
-    state: SlotState = {prefix + bare(name): dict(slots) for name, slots in tree.get("state", {}).items()}
+        named.append(Group([prefix + without_wrappers(name) for name in names], hyper))
+    state: SlotState = {prefix + without_wrappers(name): dict(slots) for name, slots in tree.get("state", {}).items()}
     return ForeignOptimizer(named, state)
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...core.errors import CheckpointError, did_you_mean
+from ...core.torch_internals import without_wrappers
 from .detect_format import file_of, has_states, names_in
-from .foreign_state import Foreign, ForeignOptimizer, ForeignProgress, Group, Request, bare, counted, prefix_in
+from .foreign_state import Foreign, ForeignOptimizer, ForeignProgress, Group, Request, counted, prefix_in
 from .parameter_order import Order, build_module, by_name, orders_of, with_kinds
 
 LATEST = "latest"
@@ -54,7 +55,7 @@ class Engine:
 def convert_folder(request: Request) -> Foreign:
     """Read a folder that ``save_checkpoint`` wrote."""
     engine = read_engine(state_folder(request.source), request)
-    names = {bare(name): None for name in engine.first["module"]}
+    names = {without_wrappers(name): None for name in engine.first["module"]}
     built = build_module(request.module, {})
     foreign = from_engine(engine, "deepspeed", request, prefix_in(built, names, request.prefix))
     foreign.user = {key: value for key, value in engine.first.items() if key not in OWN}
@@ -178,10 +179,10 @@ def _notes_on_clipping(engine: Engine) -> list[str]:
 
 def _naming(first: Mapping[str, Any], prefix: str) -> Callable[[str], str]:
     """Return what makes names: without wrappers and what was wrapped around the module, behind a prefix."""
-    names = [bare(name) for name in first["module"]]
+    names = [without_wrappers(name) for name in first["module"]]
     around = "_forward_module."
     wrapped = around if names and all(name.startswith(around) for name in names) else ""
-    return lambda name: prefix + bare(name).removeprefix(wrapped)
+    return lambda name: prefix + without_wrappers(name).removeprefix(wrapped)
 
 
 def _weights(engine: Engine, names: Callable[[str], str], masters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...core.errors import CheckpointError
+from ...core.torch_internals import without_wrappers
 from ..codec import encode, encode_inline
 from ..write_plan import CheckpointContents, Shard
 from .pickles import Pickles
@@ -185,14 +186,6 @@ def counted(values: Mapping[str, Any] | set[str] | list[str], most: int = 10) ->
 
 V = TypeVar("V")
 
-# Parts of a name that only a wrapper puts there: torch.compile, FSDP1, activation checkpointing.
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-def bare(name: str) -> str:
-    """Return a name without the parts of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
 
 def all_bare(tensors: Mapping[str, V], prefixes: tuple[str, ...] = ()) -> dict[str, V]:
     """Return tensors by their bare names; a prefix is taken off where all names have it.
@@ -200,7 +193,7 @@ def all_bare(tensors: Mapping[str, V], prefixes: tuple[str, ...] = ()) -> dict[s
     Raises:
         CheckpointError: two names become one.
     """
-    inner = {bare(name): tensor for name, tensor in tensors.items()}
+    inner = {without_wrappers(name): tensor for name, tensor in tensors.items()}
     for prefix in prefixes:
         if inner and all(name.startswith(prefix) for name in inner):
             inner = {name.removeprefix(prefix): tensor for name, tensor in inner.items()}

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import CheckpointError
+from ...core.torch_internals import without_wrappers
 from .dcp import named_optimizer, read_nested, tensors_of
 from .deepspeed import OWN, from_engine, read_engine
 from .detect_format import file_of
-from .foreign_state import Foreign, ForeignAverage, ForeignProgress, Request, all_bare, bare, counted, renamed
+from .foreign_state import Foreign, ForeignAverage, ForeignProgress, Request, all_bare, counted, renamed
 from .parameter_order import build_module, by_name, orders_of, with_kinds
 
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
@@ -48,7 +49,7 @@ def convert_file(request: Request) -> Foreign:
     if states is not None:
         module = build_module(request.module, foreign.hparams)
         foreign.optimizers = by_name(
-            [renamed(state, bare) for state in states],
+            [renamed(state, without_wrappers) for state in states],
             weights,
             orders_of(module, request.optimizers),
             True,

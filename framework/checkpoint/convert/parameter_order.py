@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from ...core.errors import CheckpointError, ConfigurationError
 from ...core.optimizer_config import resolve_optimizers
 from ...core.split_optimizer import kind_of
+from ...core.torch_internals import without_wrappers
 from ...core.wording import a_type
-from .foreign_state import ForeignOptimizer, Group, SlotState, bare
+from .foreign_state import ForeignOptimizer, Group, SlotState
 
 _ASK = "pass module= (and where it has no configure_optimizers, optimizers=) so that names come from the optimizer"
 # Slots that hold something other than one value for each element.
@@ -82,7 +83,7 @@ def orders_of(module: nn.Module | None, optimizers: Sequence[Optimizer] | None) 
                 f"{type(module).__name__}.configure_optimizers() failed outside a fit ({error}): pass optimizers= as "
                 "well, made of the module's parameters as the foreign run had them."
             ) from error
-    names = {id(parameter): bare(name) for name, parameter in module.named_parameters()}
+    names = {id(parameter): without_wrappers(name) for name, parameter in module.named_parameters()}
     foreign = [one for one in optimizers for group in one.param_groups for p in group["params"] if id(p) not in names]
     if foreign:
         raise ConfigurationError(
