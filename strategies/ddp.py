@@ -27,6 +27,7 @@ from ..framework.core.arguments import check_names
 from ..framework.core.degrees import Degrees
 from ..framework.core.errors import ConfigurationError, RankError
 from ..framework.core.precision import Precision
+from ..framework.core.wording import first_of
 from ..framework.distributed.world import World
 from ..framework.parallel.gradient_operations import FullGradients, GradientOperations, average_gradients
 from ..framework.parallel.meta_device import check_same_parameters, share_buffers, share_tensors
@@ -374,7 +375,7 @@ class Replica(nn.parallel.DistributedDataParallel):
         names = self._names
         order = range(len(names))[:: -1 if self._is_reversed else 1]
         found = [names[index] for index in sorted(order[int(number)] for number in match[1].split())] if match else []
-        return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "") or "some"
+        return first_of(found) or "some"
 
 
 # Without annotations: torch compares those of a hook with types, and in this file they are strings.

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import ConfigurationError, did_you_mean
+from .wording import first_of
 
 Patterns = str | tuple[str, ...]
 Factory = Callable[[list[Tensor]], Optimizer]
@@ -240,8 +241,8 @@ def _by_pattern(
             raise ConfigurationError(_without_parameters(patterns, [name for name, _ in pairs]))
     if left:
         raise ConfigurationError(
-            f"Split: no pattern matches {_shown(left)}: add a last pattern '*' with the optimizer of the rest, or "
-            "freeze them."
+            f"Split: no pattern matches {first_of(left, _MAX_SHOWN)}: add a last pattern '*' with the optimizer of the "
+            "rest, or freeze them."
         )
     return chosen
 
@@ -257,7 +258,7 @@ def _without_parameters(patterns: Patterns, names: Sequence[str]) -> str:
             f"Split: every parameter that {_joined(patterns)!r} matches, such as {taken[0]}, matches an earlier "
             "pattern too, and the first one applies: put it before that one."
         )
-    hint = did_you_mean(_joined(patterns), names) or f" The names are {_shown(names)}."
+    hint = did_you_mean(_joined(patterns), names) or f" The names are {first_of(names, _MAX_SHOWN)}."
     return f"Split: {_joined(patterns)!r} matches no name of a parameter.{hint}"
 
 
@@ -268,7 +269,8 @@ def _built(patterns: Patterns, factory: Factory, members: Sequence[tuple[str, Te
         part: Any = factory(parameters)
     except (ValueError, TypeError, RuntimeError) as error:
         odd = [f"{name} of shape {list(parameter.shape)}" for name, parameter in members if parameter.dim() != 2]
-        cause = f" It matches {_shown(odd)}; an earlier pattern could give them another optimizer." if odd else ""
+        matched = first_of(odd, _MAX_SHOWN)
+        cause = f" It matches {matched}; an earlier pattern could give them another optimizer." if odd else ""
         raise ConfigurationError(f"{where} cannot build its optimizer: {error}.{cause}") from error
     if not isinstance(part, Optimizer):
         raise ConfigurationError(
@@ -283,8 +285,3 @@ def _built(patterns: Patterns, factory: Factory, members: Sequence[tuple[str, Te
             "parameters: use it alone, with automatic_optimization = False."
         )
     return part
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(names[:_MAX_SHOWN]) + more

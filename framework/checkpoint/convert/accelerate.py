@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import CheckpointError
+from ...core.wording import first_of
 from .dcp import named_optimizer, read_nested, tensors_of
 from .deepspeed import from_engine, read_engine
 from .detect_format import file_of, names_in
-from .foreign_state import Foreign, ForeignProgress, Request, all_bare, counted, prefix_in, renamed
+from .foreign_state import Foreign, ForeignProgress, Request, all_bare, prefix_in, renamed
 from .parameter_order import build_module, by_name, orders_of, with_kinds
 
 _SAFE, _PICKLED, _FULL, _SCALER = "model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "scaler.pt"
@@ -70,7 +71,7 @@ def _folders(source: Path, pattern: str) -> list[str]:
 def _only(source: Path, pattern: str) -> str:
     found = _folders(source, pattern)
     if len(found) > 1:
-        raise CheckpointError(f"{source} holds several models ({counted(found)}); one can be converted.")
+        raise CheckpointError(f"{source} holds several models ({first_of(found)}); one can be converted.")
     return found[0]
 
 
@@ -84,7 +85,7 @@ def _with_rest(foreign: Foreign, request: Request) -> Foreign:
     notes = [*foreign.notes, "left out: epoch and position in the data, which Accelerate does not save"]
     left = sorted(name for name in names.files if _NOT_CARRIED.fullmatch(name))
     if left:
-        notes.append(f"left out: {counted(left)} (random generators, samplers, objects of your own)")
+        notes.append(f"left out: {first_of(left)} (random generators, samplers, objects of your own)")
     if states and _ranks(names.files) > 1:
         notes.append(
             "Accelerate steps a scheduler once for each process, unless split_batches or "
@@ -108,8 +109,8 @@ def _refuse_several(source: Path, files: frozenset[str]) -> None:
     several = sorted(name for name in files if re.fullmatch(r"(pytorch_)?model_\d+\.\w+", name))
     if several:
         raise CheckpointError(
-            f"{source} holds several models ({counted(several)} beside the first); one can be converted: train each by "
-            "itself, or put them into one module before save_state."
+            f"{source} holds several models ({first_of(several)} beside the first); one can be converted: train each "
+            "by itself, or put them into one module before save_state."
         )
 
 

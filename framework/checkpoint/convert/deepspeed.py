@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ...core.errors import CheckpointError, did_you_mean
 from ...core.torch_internals import without_wrappers
+from ...core.wording import first_of
 from .detect_format import file_of, has_states, names_in
-from .foreign_state import Foreign, ForeignOptimizer, ForeignProgress, Group, Request, counted, prefix_in
+from .foreign_state import Foreign, ForeignOptimizer, ForeignProgress, Group, Request, prefix_in
 from .parameter_order import Order, build_module, by_name, orders_of, with_kinds
 
 LATEST = "latest"
@@ -76,13 +77,15 @@ def state_folder(source: Path) -> Path:
     if LATEST not in names.files:
         if len(folders) == 1:
             return source / folders[0]
-        raise CheckpointError(f"{source} has no file 'latest' and holds {counted(folders)}: give one of these folders.")
+        raise CheckpointError(
+            f"{source} has no file 'latest' and holds {first_of(folders)}: give one of these folders."
+        )
     with file_of(source, LATEST).open("rb") as file:
         tag = file.read(_MOST_LATEST_BYTES).decode("utf-8", "replace").strip()
     if tag not in folders:
         raise CheckpointError(
             f"{source / LATEST} names {tag!r}, but there is no such folder with states in {source}."
-            f"{did_you_mean(tag, folders)} There: {counted(folders) or 'none'}."
+            f"{did_you_mean(tag, folders)} There: {first_of(folders) or 'none'}."
         )
     return source / tag
 
@@ -104,7 +107,7 @@ def read_engine(folder: Path, request: Request) -> Engine:
     for kind, found in (("model", models), ("optim", parts)):
         if sorted(found) != list(range(len(found))):
             raise CheckpointError(
-                f"{folder} lacks the {kind} states of a rank: there are {counted([str(rank) for rank in found])}."
+                f"{folder} lacks the {kind} states of a rank: there are {first_of([str(rank) for rank in found])}."
             )
     ranks = [models[rank] for rank in sorted(models)] + [parts[rank] for rank in sorted(parts)]
     contents = [request.pickles.load(file_of(folder, match.string)) for match in ranks]

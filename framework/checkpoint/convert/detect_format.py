@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.errors import CheckpointError, ConfigurationError, did_you_mean
+from ...core.wording import first_of
 from ..manifest import MANIFEST
 
 FORMATS = {
@@ -100,7 +101,7 @@ def _candidates(source: Path) -> tuple[list[str], str]:
     below = {folder: names_in(source / folder) for folder in names.folders}
     found = [name for name, test in _TESTS.items() if test(names, below)]
     shown = sorted(names.files | {f"{name}/" for name in names.folders} | {f"{name} (a link)" for name in names.others})
-    return found, ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "") or "nothing"
+    return found, first_of(shown, 8) or "nothing"
 
 
 def _is_accelerate(names: Names) -> bool:

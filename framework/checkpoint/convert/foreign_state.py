@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ...core.errors import CheckpointError
 from ...core.torch_internals import without_wrappers
+from ...core.wording import first_of
 from ..codec import encode, encode_inline
 from ..write_plan import CheckpointContents, Shard
 from .pickles import Pickles
@@ -178,12 +179,6 @@ def _optimizer(optimizer: ForeignOptimizer, index: int) -> tuple[dict[str, Any],
     return {"class": optimizer.kind, "groups": groups, "scalars": encode_inline(scalars)}, shards
 
 
-def counted(values: Mapping[str, Any] | set[str] | list[str], most: int = 10) -> str:
-    """Return names for a message, of many the first."""
-    names = list(values)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 V = TypeVar("V")
 
 
@@ -210,7 +205,7 @@ def renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str,
     """
     if not {"param_groups", "state"} <= state.keys():
         raise CheckpointError(
-            f"an optimizer's state holds {counted([str(key) for key in state])}, and no state of torch's."
+            f"an optimizer's state holds {first_of([str(key) for key in state])}, and no state of torch's."
         )
 
     def new_name(key: Any) -> Any:

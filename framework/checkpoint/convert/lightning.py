@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ...core.errors import CheckpointError
 from ...core.torch_internals import without_wrappers
+from ...core.wording import first_of
 from .dcp import named_optimizer, read_nested, tensors_of
 from .deepspeed import OWN, from_engine, read_engine
 from .detect_format import file_of
-from .foreign_state import Foreign, ForeignAverage, ForeignProgress, Request, all_bare, counted, renamed
+from .foreign_state import Foreign, ForeignAverage, ForeignProgress, Request, all_bare, renamed
 from .parameter_order import build_module, by_name, orders_of, with_kinds
 
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
@@ -35,7 +36,7 @@ def convert_file(request: Request) -> Foreign:
     content = request.pickles.load(request.source)
     if not isinstance(content.get("state_dict"), dict) or "pytorch-lightning_version" not in content:
         raise CheckpointError(
-            f"{request.source} is not a checkpoint of Lightning: it holds {counted([str(key) for key in content])}, "
+            f"{request.source} is not a checkpoint of Lightning: it holds {first_of([str(key) for key in content])}, "
             "where 'state_dict' and 'pytorch-lightning_version' are expected. A file of weights alone is loaded with "
             "torch."
         )
@@ -97,7 +98,7 @@ def from_trainer(content: Mapping[str, Any], weights: dict[str, Tensor], format:
     left = request.pickles.left
     foreign.unsaved_hparams = [place[1] for place in left if place[:1] == ("hyper_parameters",) and len(place) == 2]
     if content.get("callbacks"):
-        foreign.notes.append(f"left out: the state of Lightning's callbacks {counted(content['callbacks'])}")
+        foreign.notes.append(f"left out: the state of Lightning's callbacks {first_of(content['callbacks'])}")
     foreign.notes.append("left out: random generators and the order of shuffled data, which Lightning does not save")
     foreign.user = {key: value for key, value in content.items() if key not in _KNOWN}
     return foreign
