@@ -370,9 +370,12 @@ def _end_groups() -> None:
 
     if dist.get_world_size() > 1:
         dist.barrier()
-    if engine := sys.modules.get("phalanx.strategies.deepspeed.engine"):
-        # An engine that was not stopped has replaced functions of torch, and keeps clones of the world's group.
-        engine.release_globals()
+    if session := sys.modules.get("phalanx.strategies.deepspeed.session"):
+        # One that was not stopped, as that of a Fabric, has replaced functions of torch, and keeps groups and a model.
+        for each in gc.get_objects():
+            if isinstance(each, session.EngineSession):
+                each.stop(None)
+        sys.modules["phalanx.strategies.deepspeed.engine"].release_globals()
     if dist.get_world_size() == 1:
         # A single rank begins each function without a group.
         dist.destroy_process_group()

@@ -144,9 +144,16 @@ def release_globals() -> None:
     """Reset the global state of DeepSpeed's and torch's modules that DeepSpeed has changed."""
     from deepspeed.runtime.zero import parameter_offload, utils
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.utils import debug, groups
 
     parameter_offload.FWD_MODULE_STACK.clear()
+    # A cache of a method, whose keys are the coordinators and modules of all engines: it would keep each model, and the
+    # threads of each engine's process group, until the process ends.
+    release = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    for cell in release.__closure__ or ():
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
     utils.os = os
     restore_output_support()
     linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)

@@ -301,6 +301,21 @@ def test_the_run_ends_with_the_stage(tmp_path: Path) -> None:
     assert [ref() for ref in refs] == [None, None]
 
 
+def outlives_its_fit(strategy: str) -> bool:
+    module = Evaluated()
+    silent_trainer(strategy=strategy, devices="auto", max_steps=4).fit(module, loader(32))
+    ref = weakref.ref(module)
+    del module
+    gc.collect()
+    return ref() is not None
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+def test_nothing_refers_to_a_module_after_its_fit(strategy: str) -> None:
+    """Models, and the threads of their process groups, would add up in a process that fits many."""
+    assert run_on_ranks(2, outlives_its_fit, strategy) == [False, False]
+
+
 def test_copies_do_not_hold_the_trainer() -> None:
     module = Evaluated()
     silent_trainer(devices=1, max_epochs=1).fit(module, loader(8))
