@@ -310,7 +310,11 @@ def main() -> int:
     parser.add_argument("--only", help="rows whose name contains this text")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    heads = ["peak memory in the dry run (KB)", "peak memory in the real run (KB)", "difference of the peaks"]
+    heads = [
+        "peak memory in the dry run (KB)",
+        "peak memory in the real run (KB)",
+        "difference (dry run relative to real run)",
+    ]
     heads += ["collectives in the dry run: calls x type (total size)", "collectives in the real run"]
     lines = ["| mesh | " + " | ".join(heads) + " |", "|---" * 6 + "|"]
     print("\n".join(lines), flush=True)
@@ -325,7 +329,7 @@ def main() -> int:
         expected, counted = real[found.rank][1], counts_of(found)
         good = good and abs(difference) <= TOLERANCE and are_close(counted, expected)
         lines.append(
-            f"| `{case}` | {found.peak.total / 1e3:,.0f} | {peak / 1e3:,.0f} | {difference:+.1%} | {_text(counted)} | "
+            f"| `{case}` | {found.peak.total / 1e3:,.0f} | {peak / 1e3:,.0f} | {difference:+.2%} | {_text(counted)} | "
             f"{'same as in the dry run' if expected == counted else _text(expected)} |"
         )
         print(lines[-1], flush=True)
@@ -337,7 +341,10 @@ def main() -> int:
 
 
 def _text(counts: Counts) -> str:
-    return ", ".join(f"{times} x {kind} ({size / 1e3:,.1f} KB)" for kind, (times, size) in sorted(counts.items()))
+    found = [
+        (times, kind, f"{size / 1e3:,.1f} KB" if size >= 50 else "< 0.1 KB") for kind, (times, size) in counts.items()
+    ]
+    return ", ".join(f"{times} x {kind} ({size})" for times, kind, size in sorted(found, key=lambda each: each[1]))
 
 
 if __name__ == "__main__":
