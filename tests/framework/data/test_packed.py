@@ -41,12 +41,13 @@ class Stream(IterableDataset[Any]):
 class Stateful(Stream):
     """The same, with a state that resumes without reading again."""
 
-    first = now = 0
+    first = now = reads = 0
 
     def __iter__(self) -> Iterator[Any]:
         begin, self.first = self.first, 0
         for place in range(begin, len(self.items)):
             self.now = place + 1
+            self.reads += 1
             yield self.items[place]
 
     def state_dict(self) -> dict[str, Any]:
@@ -165,14 +166,18 @@ def test_a_packed_stream_resumes_after_each_sequence(kind: Any, cut: bool) -> No
 
     whole = [each["input_ids"].tolist() for each in fresh()]
     for consumed in range(len(whole) + 1):
-        first = fresh()
+        read = kind(documents(40))
+        first = Packed(read, 32, eos=EOS, cut=cut)
         sequences = iter(first)
         for _ in range(consumed):
             next(sequences)
         state = decode(json.loads(json.dumps(encode_inline(first.state_dict()))))
-        again = fresh()
+        dataset = kind(documents(40))
+        again = Packed(dataset, 32, eos=EOS, cut=cut)
         again.load_state_dict(state)
         assert [each["input_ids"].tolist() for each in again] == whole[consumed:]
+        if kind is Stateful:
+            assert dataset.reads == 40 - read.now, "what has been read is read again"
     again.set_epoch(1)
     again.load_state_dict(state)
     assert len(list(again)) == len(whole)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import re
 import shlex
@@ -235,6 +237,17 @@ def test_a_quiet_trainer_shows_warnings_only(
     assert captured.out == "a warning\nasked for\n"
     assert captured.err == ""
     assert (trainer.run_dir / "report.json").exists()
+
+
+def printed_by_a_rank() -> str:
+    trainer = Trainer(accelerator="cpu", strategy="ddp", devices="auto", barebones=True)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        trainer.print("asked", "for")
+    return shown.getvalue()
+
+
+def test_only_rank_0_prints() -> None:
+    assert run_on_ranks(2, printed_by_a_rank) == ["asked for\n", ""]
 
 
 @pytest.mark.parametrize("given", ["0", "", None])
