@@ -373,7 +373,8 @@ def _end_groups() -> None:
     if session := sys.modules.get("phalanx.strategies.deepspeed.session"):
         # One that was not stopped, as that of a Fabric, has replaced functions of torch, and keeps groups and a model.
         for each in gc.get_objects():
-            if isinstance(each, session.EngineSession):
+            # Not isinstance, which asks a weak proxy for what it refers to.
+            if issubclass(type(each), session.EngineSession):
                 each.stop(None)
         sys.modules["phalanx.strategies.deepspeed.engine"].release_globals()
     if dist.get_world_size() == 1:
