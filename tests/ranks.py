@@ -600,17 +600,18 @@ def end_session(session: int) -> None:
         time.sleep(0.01)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 30.0, printed: Callable[[], str] = lambda: "") -> None:
     """Wait for ``condition`` to hold.
 
     Raises:
-        AssertionError: it did not, within ``seconds`` on an idle machine.
+        AssertionError: it did not, within ``seconds`` on an idle machine. It ends with what ``printed`` returns.
     """
     begin = now = time.monotonic()
     while not condition():
         asked, now = now, time.monotonic()
         waited = now - begin
-        assert waited < seconds or waited < seconds * _slowness(), f"{condition} is not true after {waited:.0f} s"
+        is_late = waited >= seconds and waited >= seconds * _slowness()
+        assert not is_late, f"{condition} is not true after {waited:.0f} s\n{printed()}"
         # What is waited for needs the processors, and a condition that reads checkpoints would take one of them.
         time.sleep(min(max(0.01, 4 * (now - asked)), 0.2))
         now = time.monotonic()

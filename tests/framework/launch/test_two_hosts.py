@@ -96,15 +96,19 @@ def test_two_hosts_listen_on_the_cable_alone_and_train_as_one_does_though_it_is_
 def test_hosts_come_and_go(tmp_path: Path) -> None:
     folder, _ = folders(tmp_path)
     arguments = [str(folder), "ddp", "0", "1", "100000", "0.02"]
+
+    def printed() -> str:
+        return "\n".join(file.read_text() for file in sorted(folder.glob("host_*.txt")))
+
     with two_hosts() as hosts:
         processes = [hosts.start_elastic(number, SCRIPT, arguments, folder) for number in range(2)]
-        wait_until(lambda: saved(folder, 8), seconds=60.0)
+        wait_until(lambda: saved(folder, 8), 60.0, printed)
         # torchrun alone: its rank goes with it.
         processes[1].kill()
         processes[1].wait()
-        wait_until(lambda: printed_by_host_0(folder).count("1 rank on cpu") == 1, seconds=60.0)
+        wait_until(lambda: printed_by_host_0(folder).count("1 rank on cpu") == 1, 60.0, printed)
         processes[1] = hosts.start_elastic(1, SCRIPT, arguments, folder)
-        wait_until(lambda: printed_by_host_0(folder).count("2 ranks on 2 nodes") == 2, seconds=60.0)
+        wait_until(lambda: printed_by_host_0(folder).count("2 ranks on 2 nodes") == 2, 60.0, printed)
         (folder / ENOUGH).touch()
         codes = ended(processes, 60.0)
     assert codes == [0, 0], printed_by_host_0(folder)
