@@ -161,19 +161,17 @@ def test_ranks_and_workers_do_not_change_the_sequences(workers: int) -> None:
 @pytest.mark.parametrize("kind", [Stream, Stateful])
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_packed_stream_resumes_after_each_sequence(kind: Any, cut: bool) -> None:
-    def fresh() -> Any:
-        return Packed(kind(documents(40)), 32, eos=EOS, cut=cut)
+    def packed(dataset: Any) -> Any:
+        return Packed(dataset, 32, eos=EOS, cut=cut)
 
-    whole = [each["input_ids"].tolist() for each in fresh()]
+    whole = [each["input_ids"].tolist() for each in packed(kind(documents(40)))]
     for consumed in range(len(whole) + 1):
-        read = kind(documents(40))
-        first = Packed(read, 32, eos=EOS, cut=cut)
+        read, dataset = kind(documents(40)), kind(documents(40))
+        first, again = packed(read), packed(dataset)
         sequences = iter(first)
         for _ in range(consumed):
             next(sequences)
         state = decode(json.loads(json.dumps(encode_inline(first.state_dict()))))
-        dataset = kind(documents(40))
-        again = Packed(dataset, 32, eos=EOS, cut=cut)
         again.load_state_dict(state)
         assert [each["input_ids"].tolist() for each in again] == whole[consumed:]
         if kind is Stateful:
