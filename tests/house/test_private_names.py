@@ -80,6 +80,7 @@ OF_OBJECTS = {
     "_clear_sharding_prop_cache": "framework.rehearsal.absent_ranks",
 }
 OF_DEEPSPEED = {
+    "_PartitionedParameterCoordinator__params_to_release": "strategies.deepspeed.engine",
     "_broadcast_model": "strategies.deepspeed.engine",
 }
 # Private attributes of objects of Python, and of other libraries.
