@@ -27,7 +27,7 @@ COLUMNS = 122
 MARGINS = (0, 2, 1, 2)
 COMMAND = ["examples/digits.py", "--strategy", "ddp", "--devices", "2"]
 # In pixels. The height shows the summary and the curves.
-REPORT_SIZE = (1200, 862)
+REPORT_SIZE = (1200, 893)
 # The fonts that rich would load from another host.
 _FONT_FACE = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 
