@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
+import importlib.util
 import io
 import logging
 import platform
@@ -111,12 +111,14 @@ def ops_root(device_type: str) -> Path:
     """Return the folder that holds the folders of ops for a type of device. ``TORCH_EXTENSIONS_DIR`` moves it.
 
     DeepSpeed compares times alone, and would load an op that was built for another torch or processor, which crashes.
-    So those have other folders.
+    So those have other folders. So has an installation of the same versions over an earlier one, as its headers are
+    newer than the op: DeepSpeed would build it again after the ranks have connected, which then wait without a word.
     """
     # Where torch, too, builds extensions.
     from torch.utils.cpp_extension import get_default_build_root
 
     built_for = [torch.__version__, version("deepspeed"), sys.version, sys.prefix, _processor(), device_type]
+    built_for += [_installation_time("torch"), _installation_time("deepspeed")]
     digest = hashlib.sha256("\n".join([*built_for, str(torch.version.cuda)]).encode()).hexdigest()[:12]
     return Path(library_variable("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / f"phalanx-{digest}"
 
@@ -127,6 +129,13 @@ def query_processor_once() -> None:
 
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+
+
+@functools.cache
+def _installation_time(package: str) -> str:
+    """Return when the files of a package were written, in whole seconds: layers of container images hold no more."""
+    spec = importlib.util.find_spec(package)
+    return str(int(Path(spec.origin).stat().st_mtime)) if spec and spec.origin else ""
 
 
 @functools.lru_cache(maxsize=1)

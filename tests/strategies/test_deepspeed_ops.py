@@ -86,7 +86,7 @@ def test_a_lock_left_by_a_killed_builder_is_named(folder: Path) -> None:
         check_build(["cpu_adam"])
 
 
-@pytest.mark.parametrize("what", ["torch", "deepspeed", "processor", "CUDA"])
+@pytest.mark.parametrize("what", ["torch", "deepspeed", "processor", "CUDA", "installation"])
 def test_an_op_built_for_something_else_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     (folder / "cpu_adam.so").touch()
     assert missing_ops(["cpu_adam"]) == []
@@ -97,6 +97,9 @@ def test_an_op_built_for_something_else_is_not_used(folder: Path, monkeypatch: p
         monkeypatch.setattr(library, "version", lambda name: "0.19.9")
     elif what == "CUDA":
         monkeypatch.setattr(torch.version, "cuda", "12.9")
+    elif what == "installation":
+        # Of the same version, at the same place: its headers are newer than the op.
+        monkeypatch.setattr(library, "_installation_time", lambda package: "2000000000")
     else:
         monkeypatch.setattr(library, "_processor", lambda: "another one")
     assert missing_ops(["cpu_adam"]) == ["cpu_adam"]
