@@ -48,6 +48,7 @@ from ..distributed.user_collectives import values_of_present
 from ..distributed.world import World
 from ..launch import launch_function, launch_script
 from ..launch.exit_hooks import install_rank_hooks
+from ..launch.restart_policy import why_never_restarted
 from ..metrics.logger import Logger
 from ..parallel.compilation import compilation, compilation_of
 from ..parallel.meta_device import placed_parts
@@ -212,6 +213,8 @@ class Fabric(RankProperties):
         is_watched = self._max_restarts > 0 and place.launcher is None and place.size == 1
         if (resources.must_launch or is_watched) and can_rerun_script():
             launch_script(resources.world_size, self._max_restarts, libraries=resources.libraries)
+        if self._max_restarts and (reason := why_never_restarted(place.launcher, self._max_restarts)):
+            self.print(f"Fabric(max_restarts={self._max_restarts}) has no effect on this run, since {reason}.")
         if resources.must_launch:
             if function is None:
                 raise ConfigurationError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError, ConfigurationError, Preempted
+from ..system.environment import ranks_are_restarted
 from ..system.failure_records import INTERRUPTED, write_atomically
 
 # Exit codes after which a restart would fail in the same way, or which the user requested.
@@ -21,6 +22,20 @@ FINAL = frozenset({0, ConfigurationError.exit_code, CheckpointError.exit_code, P
 # Seconds before a restart after a failure without progress since the previous one; doubled after each of them.
 FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 60.0
+
+
+def why_never_restarted(launcher: str | None, max_restarts: int) -> str | None:
+    """Return why the ``max_restarts`` of a program has no effect; None if its launcher restarts the ranks."""
+    if launcher is None:
+        return "there is no script to run again"
+    if launcher != "phalanx":
+        return f"{launcher} started it"
+    if ranks_are_restarted():
+        return None
+    return (
+        "its processes were started without restarts: give them to phalanx launch, as --max-restarts "
+        f"{max_restarts}, or to the Trainer or Fabric that starts the processes"
+    )
 
 
 class RestartPolicy:

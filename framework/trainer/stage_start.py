@@ -19,6 +19,7 @@ from ..core.package_paths import OWN_FOLDERS
 from ..distributed.lone_rank import Handover, as_only_rank
 from ..launch import launch_function
 from ..launch.exit_hooks import install_rank_hooks
+from ..launch.restart_policy import why_never_restarted
 from ..launch.signals import ignore_interrupts
 from ..parallel.meta_device import is_held
 from .script_ranks import start_script_ranks
@@ -49,9 +50,8 @@ def start_stage(session: Session, stage: str, request: StageRequest) -> Any:
         if resources.launched is not None:
             return _run_alone(session, stage, request, resources.launched)
         start_script_ranks(session, session.writes)
-        if max_restarts and place.launcher != "phalanx":
-            started = "there is no script to run again" if place.launcher is None else f"{place.launcher} started it"
-            session.view.note(f"max_restarts={max_restarts} has no effect on this run, since {started}.")
+        if max_restarts and (reason := why_never_restarted(place.launcher, max_restarts)):
+            session.view.note(f"max_restarts={max_restarts} has no effect on this run, since {reason}.")
         run = _run_in_forked_ranks if resources.must_launch else run_stage
         return run(session, stage, request)
 

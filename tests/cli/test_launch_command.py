@@ -48,6 +48,19 @@ RESCUED = TWO_FITS.replace("global_step == 2", "global_step == 7").replace("(Mod
 RESCUED = RESCUED.replace("max_epochs=2,", "max_epochs=2, **eval(os.sys.argv[1]),").replace("size=2", "size=1")
 
 
+# Both ask for restarts that only the launcher could make.
+ASKS = (
+    RESUMED.partition("trainer =")[0]
+    + """
+from phalanx import Fabric
+
+Fabric(accelerator="cpu", devices=1, max_restarts=2).launch()
+quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+Trainer(accelerator="cpu", devices=1, max_epochs=1, max_restarts=3, **quiet).fit(Model(), data)
+"""
+)
+
+
 @pytest.fixture
 def rank_script(tmp_path: Path) -> Path:
     path = tmp_path / "rank.py"
@@ -65,6 +78,17 @@ def test_a_killed_rank_ends_the_others_and_all_start_again(tmp_path: Path, rank_
         for attempt in (0, 1)
     }
     assert "was killed by SIGKILL" in done.stdout
+
+
+def test_restarts_that_a_script_requests_and_its_launcher_does_not_make_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    without = run_script(LAUNCH, "-n", "1", "asks.py", cwd=tmp_path)
+    assert without.returncode == 0, without.stdout
+    for asked in ("Fabric(max_restarts=2) has no effect on this run", "--max-restarts 3"):
+        assert asked in without.stdout
+    restarted = run_script(LAUNCH, "-n", "1", "--max-restarts", "1", "asks.py", cwd=tmp_path)
+    assert restarted.returncode == 0, restarted.stdout
+    assert "no effect" not in restarted.stdout
 
 
 def test_the_command_that_resumes_a_launched_fit_runs_as_it_is_printed(tmp_path: Path) -> None:
