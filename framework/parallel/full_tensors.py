@@ -1,15 +1,30 @@
-"""Gathering of full tensors from the shards of all ranks, one at a time."""
+"""Gathering of full tensors from the shards of all ranks, one at a time, and the device that can hold them all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.manifest import is_flat
 from ..checkpoint.write_plan import Shard
+from ..core.accelerators import available_memory
 from ..distributed.world import World
+
+
+def device_of_whole(sizes: Sequence[int], device: torch.device) -> torch.device:
+    """Return the device on which a rank keeps full tensors after a fit: its own, or the CPU if they do not fit.
+
+    A model may be sharded because it fits into no single GPU.
+
+    Args:
+        sizes: the bytes of each full tensor.
+        device: the device of this rank.
+    """
+    free = available_memory(device)
+    # Beside the last full tensor there are what was gathered for it and a copy.
+    return device if free is None or sum(sizes) + 2 * max(sizes, default=0) <= free else torch.device("cpu")
 
 
 def whole_tensors(shards: Mapping[str, Shard], world: World) -> Iterator[tuple[str, Tensor]]:

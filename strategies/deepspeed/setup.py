@@ -22,10 +22,10 @@ from ...framework.core.norms import BatchNorm, InstanceNorm
 from ...framework.diagnostics.program_state import ENGINE_ATTRIBUTES
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
-from ...framework.parallel.full_tensors import assembled
+from ...framework.parallel.full_tensors import assembled, device_of_whole
 from ...framework.parallel.meta_device import replace_tensors, share_tensors, tensors_of, without_data
 from .engine import Splitter
-from .flat_groups import FlatGroups, Piece, even_piece, full_shape, is_split, local_piece, partition_of
+from .flat_groups import FlatGroups, Piece, even_piece, full_shape, full_size, is_split, local_piece, partition_of
 from .state import EngineState
 
 
@@ -265,12 +265,16 @@ def _cut(tensor: Tensor, piece: Piece) -> Tensor:
 def gather_weights(module: nn.Module, state: EngineState, dtypes: Mapping[int, torch.dtype], here: bool) -> None:
     """Give parameters their full weights in their own dtypes, one after the other. Collective.
 
+    A rank whose device cannot hold them moves the module to the CPU.
+
     Args:
         dtypes: the dtypes before set-up, by the parameter's ``id``.
         here: whether this rank gets the weights. Otherwise its parameters are left on the meta device.
     """
     world = state.world
     left: dict[int, Tensor] = {}
+    sizes = [full_size(each) * dtypes[id(each)].itemsize for each in module.parameters() if is_split(each)]
+    device = device_of_whole(sizes, world.device)
     for parameter, start, piece in state.pieces(module):
         shape, dtype = full_shape(parameter), dtypes[id(parameter)]
         if not is_split(parameter) and parameter.dtype == dtype:
@@ -280,11 +284,13 @@ def gather_weights(module: nn.Module, state: EngineState, dtypes: Mapping[int, t
         full = assembled(Shard.flat(piece, shape, start), shape, dtype, world)
         parameter.grad = None
         if here:
-            parameter.data = full
+            parameter.data = full.to(device)
         else:
             left[id(parameter)] = torch.empty(shape, dtype=dtype, device="meta")
     if left:
         replace_tensors(module, lambda _, tensor: left.get(id(tensor)))
+    if here and device != world.device:
+        module.to(device)
 
 
 # ---- DeepSpeed's attributes ----------------------------------------------------------------------------------------

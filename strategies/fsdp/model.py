@@ -28,6 +28,7 @@ from ...framework.core.split_optimizer import optimizers_in
 from ...framework.distributed.world import World
 from ...framework.parallel.compilation import has_compiled_call
 from ...framework.parallel.deferred import Deferred
+from ...framework.parallel.full_tensors import device_of_whole
 from ...framework.parallel.gradient_operations import average_gradients
 from ...framework.parallel.meta_device import replace_tensors, supplied_names
 from ...framework.parallel.strategy import StepAdapter, StepFunction
@@ -362,8 +363,15 @@ class ShardedModel:
 
     @torch.no_grad()
     def gather(self, everywhere: bool) -> None:
-        """Give the module full parameters, on rank 0 or ``everywhere``; elsewhere on the meta device. Collective."""
+        """Give the module full parameters, on rank 0 or ``everywhere``; elsewhere on the meta device. Collective.
+
+        A rank whose device cannot hold them moves the module to the CPU.
+        """
         keeps = everywhere or self.world.rank == 0
+        split = [each for each in self.module.parameters() if isinstance(each, DTensor)]
+        sizes = [each.numel() * each.element_size() for each in split]
+        device = device_of_whole(sizes, self.world.device) if self.world.size > 1 else self.world.device
+        is_moved = device != self.world.device
 
         def whole(_: str, tensor: Tensor) -> Tensor | None:
             if not isinstance(tensor, DTensor):
@@ -371,8 +379,12 @@ class ShardedModel:
             if self.world.size == 1:
                 return local_of(tensor.detach())
             full = whole_of_parts(tensor)
-            return full if keeps else full.to("meta")
+            if not keeps:
+                return full.to("meta")
+            return full.to(device) if is_moved else full
 
         before = dict(self.module.named_parameters())
         replace_tensors(self.module, whole)
+        if is_moved and keeps:
+            self.module.to(device)
         self.hooks.give_back(before, dict(self.module.named_parameters()))

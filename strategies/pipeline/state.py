@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...framework.distributed.world import World
-from ...framework.parallel.full_tensors import whole_tensors
+from ...framework.parallel.full_tensors import device_of_whole, whole_tensors
 from ...framework.parallel.meta_device import replace_tensors, tensors_of
 from ..fsdp.state import ShardedState, shard_of
 from .schedules import Place
@@ -63,7 +63,7 @@ class StagedState(ShardedState):
 
     @torch.no_grad()
     def gather(self, module: nn.Module) -> None:
-        """Give rank 0 the tensors of all stages. Collective.
+        """Give rank 0 the tensors of all stages, on the CPU if its device cannot hold them. Collective.
 
         Other ranks keep those that they hold in full; sharded ones become empty meta tensors there.
         """
@@ -72,14 +72,18 @@ class StagedState(ShardedState):
         found: dict[str, Tensor] = {}
         for name, whole in whole_tensors(shards, self._world):
             if self._world.is_global_zero and (name not in shards or isinstance(named[name], DTensor)):
-                found[name] = whole.to(self._world.device)
+                found[name] = whole
+        device = device_of_whole([each.nbytes for each in found.values()], self._world.device)
 
         def held(name: str, tensor: Tensor) -> Tensor | None:
             if isinstance(tensor, DTensor) and name not in found:
                 return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            return found.get(name)
+            whole = found.pop(name, None)
+            return None if whole is None else whole.to(device)
 
         replace_tensors(module, held)
+        if device != self._world.device:
+            module.to(device)
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
