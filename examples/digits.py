@@ -5,7 +5,7 @@
     python examples/digits.py --precision bf16-mixed
 
 Shows a typical run: a progress bar, two loggers, saving the best checkpoint, early stopping, and a test on held-out
-data. Requires scikit-learn: ``pip install scikit-learn``.
+data. Requires scikit-learn: ``pip install -c constraints.txt '.[examples]'``.
 """
 
 from __future__ import annotations

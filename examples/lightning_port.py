@@ -13,7 +13,7 @@ The code is in Lightning's style: ``save_hyperparameters``, ``self.log`` with ``
     L.Trainer(...), L.seed_everything(...)               ->  Trainer(...), seed_everything(...)
 
 The model is an autoencoder that compresses scikit-learn's digits, 64 pixels each, to a few numbers. Requires
-scikit-learn: ``pip install scikit-learn``.
+scikit-learn: ``pip install -c constraints.txt '.[examples]'``.
 """
 
 from __future__ import annotations

@@ -41,22 +41,38 @@ def test_pip_gets_the_hashes_of_the_packages_that_are_needed(install: ModuleType
     assert found.count("--hash=sha256:") > 2
 
 
-def test_each_command_that_installs_a_package_names_one_of_the_project() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
+def texts() -> dict[str, str]:
+    """Return the text of each tracked Python file and page outside of the tests, by path."""
     tracked = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
     files = [name for name in tracked.stdout.splitlines() if not name.startswith("tests/")]
+    return {name: (ROOT / name).read_text(encoding="utf-8") for name in files}
+
+
+def test_each_command_that_installs_a_package_names_one_of_the_project() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
     found = {
         package
-        for name in files
-        for command in re.findall(
-            r"pip install((?: '[\w\[\]-]+[<>=!][^']*')+)", (ROOT / name).read_text(encoding="utf-8")
-        )
+        for text in texts().values()
+        for command in re.findall(r"pip install((?: '[\w\[\]-]+[<>=!][^']*')+)", text)
         for package in re.findall(r"'([^']+)'", command)
     }
     assert found - {"torch>=2.11"} <= set(re.findall(r'"([^"]+)"', project))
-    assert len(found) > 8, "the commands are written in another way"
-    unpublished = [name for name in files if "install 'phalanx" in (ROOT / name).read_text(encoding="utf-8")]
+    assert len(found) > 5, "the commands are written in another way"
+    unpublished = [name for name, text in texts().items() if "install 'phalanx" in text]
     assert unpublished == [], "phalanx is on no package index"
+
+
+def test_each_command_that_installs_an_extra_names_one_of_the_project() -> None:
+    _, _, section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")
+    extras = set(re.findall(r"(?m)^(\w+) = \[", section.partition("\n[")[0]))
+    found = {
+        extra
+        for text in texts().values()
+        for given in re.findall(r"pip install -c constraints\.txt '\.\[([\w,]+)\]'", text)
+        for extra in given.split(",")
+    }
+    assert found <= extras
+    assert len(found) > 8, "the commands are written in another way"
 
 
 HIDES = """
