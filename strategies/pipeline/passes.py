@@ -303,12 +303,10 @@ class _Contiguous(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
-        """Return the hidden states."""
         return received.view_as(received)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Return the gradient in the layout of a message."""
         return gradients[0].contiguous()
 
 
@@ -317,12 +315,10 @@ class _NoLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
-        """Return zero."""
         ctx.like = received.shape, received.dtype, received.device
         return torch.zeros((), device=received.device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Return zeros."""
         shape, dtype, device = ctx.like
         return torch.zeros(shape, dtype=dtype, device=device)
