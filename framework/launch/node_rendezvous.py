@@ -60,7 +60,6 @@ class Round:
 
     @property
     def names(self) -> dict[int, NodeName]:
-        """The names of all nodes, by rank."""
         return {rank: NodeName.read(address) for rank, address in self.addresses.items()}
 
 

@@ -14,16 +14,8 @@ from ..core.wording import a_type
 from .torchmetrics_state import is_collection
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
-_EQUIVALENTS: dict[Any, str] = {
-    "avg": "mean",
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.min: "min",
-    torch.max: "max",
-    sum: "sum",
-    min: "min",
-    max: "max",
-}
+_EQUIVALENTS: dict[Any, str] = {"avg": "mean", torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max"}
+_EQUIVALENTS |= {sum: "sum", min: "min", max: "max"}
 
 
 def reduction_of(name: str, given: Any) -> str:

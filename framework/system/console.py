@@ -71,7 +71,6 @@ class EncodableStream:
     """The standard output, with texts that it cannot encode made ``encodable``; for libraries that write to a file."""
 
     def write(self, text: str) -> int:
-        """Write a text."""
         return sys.stdout.write(encodable(text, sys.stdout))
 
     def __getattr__(self, name: str) -> Any:
