@@ -131,7 +131,6 @@ class PipelinePasses(WindowPasses):
             self._gather()
 
     def run(self, window: Window) -> None:
-        """Run all passes of a window. Collective."""
         check_hooks(*self._may_have_hooks)
         self._kept.begin(window.number, len(window.batches))
         # Around the backward passes too, which call attention where they recompute activations.

@@ -90,7 +90,6 @@ class Place:
         return self.ranks * self.per_rank
 
     def rank_of(self, stage: int) -> int:
-        """Return the number of the rank that holds a stage."""
         return self._physical(self._logical(stage))
 
     @property
