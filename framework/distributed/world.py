@@ -171,11 +171,7 @@ class World:
 
     @classmethod
     def from_environment(
-        cls,
-        device_type: str = "cpu",
-        num_nodes: int = 1,
-        timeout_seconds: float | None = None,
-        grouped: bool = False,
+        cls, device_type: str = "cpu", num_nodes: int = 1, timeout_seconds: float | None = None, grouped: bool = False
     ) -> World:
         """Join the other ranks and return the world that this process was started in. Collective.
 
