@@ -36,7 +36,6 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
     block.
 
     Args:
-        world: the ranks.
         local: whether the first rank of each node runs the block first.
         seconds: the longest time to wait for other ranks; None means one day.
 

@@ -46,8 +46,6 @@ def launch_function(
 
     Args:
         function: called in each rank.
-        args: its arguments.
-        num_ranks: the number of ranks.
         at_end: called with the fits that the ranks have begun, also after a failure.
         uses_cuda: whether the ranks use CUDA devices.
 

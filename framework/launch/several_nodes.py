@@ -63,7 +63,6 @@ class SeveralNodes(Nodes):
     """A run on several nodes, as the launcher of one of them sees it.
 
     Args:
-        options: the nodes of the run.
         num_ranks: the number of ranks on each node.
 
     Raises:

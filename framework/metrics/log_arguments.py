@@ -41,7 +41,6 @@ def kept_for(
     """Return whether a value is kept for each step, and whether for the epoch, with the defaults filled in.
 
     Args:
-        name: the logged name.
         on_step: as given to ``log``; None for the default, which is True in a training step only.
         on_epoch: as given to ``log``; None for the default, which is False in a training step only.
         training: whether the stage is ``"train"``.

@@ -84,7 +84,6 @@ class RunState:
         """Add optimizers and the position in the data. Collective.
 
         Args:
-            run: the run.
             place: the position in the data, from ``place_of``.
             seed: the seed of the data order.
             marks: the position of the loggers; None for that of the moment at which ``training`` is called.

@@ -55,7 +55,6 @@ class CachedFolder:
     """A directory of the cache.
 
     Args:
-        path: the directory.
         store: the objects, by names relative to the URL of ``root``.
         root: the directory whose URL the store has; ``path`` is it, or is below it.
         is_first: whether this is the first node of a run. On others there are only the tensor files of their own

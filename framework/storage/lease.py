@@ -53,7 +53,6 @@ class Lease:
 
         Args:
             note: called with a sentence before it waits.
-            waits: whether it waits.
 
         Raises:
             StorageError: another machine writes the objects, or the service does not answer.

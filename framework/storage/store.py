@@ -62,7 +62,6 @@ def open_store(url: str, patience: float = 60.0) -> Store:
     """Return the store of a URL.
 
     Args:
-        url: the URL.
         patience: the seconds for which a request that has failed is tried again.
 
     Raises:

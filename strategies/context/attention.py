@@ -219,8 +219,7 @@ class ContextParallel:
     """The ranks that share sequences with this one. Constructing it is collective.
 
     Args:
-        world: the ranks.
-        layout: the number of them along each axis.
+        layout: the number of ranks along each axis.
     """
 
     def __init__(self, world: World, layout: Layout) -> None:

@@ -130,7 +130,6 @@ def check_one_dtype(module: nn.Module, optimizer: Optimizer, computes: torch.dty
 
     Args:
         module: the module of the parameters, for their names.
-        optimizer: its optimizer.
         computes: the dtype to which a mixed precision converts all of them; None for fp32, which converts none.
         strategy: the name of the strategy.
 

@@ -27,7 +27,6 @@ class ShardedState(CanonicalState):
     """Saves and loads this rank's shards.
 
     Args:
-        world: the ranks.
         reshard: frees gathered parameters, so that the module holds its shards; None if it holds them always.
         full_updates: the updates of parameters whose owner holds their optimizer state in full.
     """

@@ -38,7 +38,6 @@ class HiddenStates:
 
     Args:
         module: the user's module.
-        calls: the blocks.
         block: the number of a block that this rank holds.
     """
 
@@ -92,7 +91,6 @@ class PipelinePasses(WindowPasses):
         Args:
             module: the user's module.
             stages: the division of the model.
-            calls: the blocks.
             hidden: knows the hidden states between stages.
             gather: gathers sharded parameters before the passes of a window; None if there are none.
             check_loss: compares a loss with that of other ranks; None if no others compute it.

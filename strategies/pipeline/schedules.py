@@ -129,7 +129,6 @@ def build(
         hidden: a tensor on the meta device with shape and dtype of the hidden states.
         count: the number of micro-batches.
         group: the ranks of the pipeline.
-        device: the device of this rank.
     """
     numbers, loss = torch.arange(count), torch.empty((), device="meta", requires_grad=True)
     stages = []
