@@ -86,7 +86,6 @@ class EpochTable:
         """The width of each column by its title. It grows with the values, and never shrinks."""
 
     def add(self, row: EpochRow) -> None:
-        """Add an epoch."""
         self._rows.append((row, self._best.improves(row.metrics)))
         if row.speed is not None:
             self._unit = row.speed.unit

@@ -75,7 +75,6 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._every = trainer.log_every_n_steps
         self._taken_step = -1
-        self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
         self._sources = self._name_optimizers(trainer)
         names = [full for optimizer, name, _ in self._sources for full, _ in _named_groups(optimizer, name)]
         self.lrs = {name: [] for name in names}

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
 
 DEFAULT_NAME = "{epoch}-{step}"
-
-
 # More than can wait for their deletion in a bucket.
 _MOST_REPLACED = 64
 
@@ -569,16 +567,13 @@ class ModelCheckpoint(Callback):
         began = time.monotonic()
         trainer.request_save(request)
         if self._schedule.is_auto and trainer.is_global_zero:
-            self._adapt(trainer, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            if sentence := self._schedule.adapt(seconds, *self._failures, trainer.world_size):
+                trainer.note(sentence)
 
     def planned_saves(self, ranks: int) -> str | None:
         """Return a sentence on the saves of ``every="auto"`` in a run of so many ranks; None for other intervals."""
         return self._schedule.prospect(ranks)
-
-    def _adapt(self, trainer: TrainerView, save_seconds: float) -> None:
-        """Choose the time until the next save, and say so if it is another one."""
-        if sentence := self._schedule.adapt(save_seconds, *self._failures, trainer.world_size):
-            trainer.note(sentence)
 
     def _record(self, plan: SavePlan, step: int) -> None:
         """Add a checkpoint to the records before it is saved, after those of which the score has become known."""

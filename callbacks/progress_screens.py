@@ -181,7 +181,6 @@ class Output:
         self._close = close
 
     def write(self, text: str) -> int:
-        """Write a text."""
         written: int
         if sys._getframe(1).f_globals.get("__name__") in _DEBUGGERS:
             self._close()

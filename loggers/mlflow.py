@@ -21,13 +21,8 @@ _MOST_METRICS = 1000
 _MOST_PARAMS = 100
 _MOST_CHARACTERS = 6000
 # Answers to a request that would be the same later.
-_FINAL = {
-    "INVALID_PARAMETER_VALUE",
-    "BAD_REQUEST",
-    "INVALID_STATE",
-    "RESOURCE_ALREADY_EXISTS",
-    "RESOURCE_DOES_NOT_EXIST",
-}
+_FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE"}
+_FINAL |= {"RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST"}
 _TAG = "phalanx.run"
 # The tag of how many records the run has, after the identity that they are of.
 _SENT = "phalanx.sent"

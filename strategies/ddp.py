@@ -139,7 +139,6 @@ class DDPStrategy(Strategy):
         return world
 
     def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
-        """Move a module to its device. Collective."""
         self._supplied = supplied
         super().to_device(module, supplied)
 

@@ -67,7 +67,6 @@ class KnownParameters:
 
     Args:
         module: a module that is set up.
-        optimizers: its optimizers.
     """
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:

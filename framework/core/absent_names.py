@@ -34,7 +34,6 @@ class AbsentValue:
         self._message, self.sentence = f"{owner} has no {name!r}: {sentence}.", sentence
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise the error."""
         raise ConfigurationError(self._message)
 
     def __hash__(self) -> int:

@@ -30,7 +30,6 @@ def unknown_argument(
 
     Args:
         call: the function or class, such as ``"Trainer.fit"``.
-        name: the argument.
         value: its value, which the message shows if it is a plain one.
         known: the arguments that exist, the important ones first.
         elsewhere: for names of other frameworks, what to do instead; None for those of ``foreign_names.ARGUMENTS``.

@@ -96,7 +96,9 @@ class Interval:
     @classmethod
     def _of_text(cls, text: str, what: str, units: Sequence[str]) -> Interval | None:
         if (clock := _CLOCK.fullmatch(text)) is not None:
-            return cls(_clock_seconds(clock), "seconds")
+            days, hours, minutes, seconds = (float(part) for part in clock.groups())
+            span = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+            return cls(span.total_seconds(), "seconds")
         match = _TEXT.fullmatch(text)
         if match is None:
             return None
@@ -258,11 +260,6 @@ def seconds_of(text: str) -> float | None:
 
 def _named(given: Any, name: str, owner: str) -> str:
     return f"{owner}({name}={given!r})" if owner else f"{name}={given!r}"
-
-
-def _clock_seconds(match: re.Match[str]) -> float:
-    days, hours, minutes, seconds = (float(part) for part in match.groups())
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
 
 
 def _seconds_of(given: timedelta | dict[str, Any], what: str) -> float:

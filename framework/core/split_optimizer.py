@@ -203,25 +203,21 @@ def _check_factories(optimizers: Any) -> None:
 
 def _checked_pairs(given: Iterable[Any]) -> list[tuple[str, Tensor]]:
     pairs = list(given)
+    first: dict[int, str] = {}
     for each in pairs:
         if not (isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)):
             raise ConfigurationError(
                 f"Split takes pairs of a name and a parameter, not a {type(each).__name__}: pass "
                 "self.named_parameters()."
             )
-    _check_names(pairs)
-    return pairs
-
-
-def _check_names(pairs: Sequence[tuple[str, Tensor]]) -> None:
-    first: dict[int, str] = {}
-    for name, parameter in pairs:
+        name, parameter = each
         if id(parameter) in first:
             raise ConfigurationError(
                 f"Split: {first[id(parameter)]} and {name} are names of the same parameter: pass "
                 "self.named_parameters(), which has one name for each."
             )
         first[id(parameter)] = name
+    return pairs
 
 
 def _by_pattern(

@@ -40,14 +40,7 @@ from torch.utils._pytree import (
 )
 from torch.utils.module_tracker import ModuleTracker
 
-__all__ = [
-    "is_in_backward",
-    "storage_key",
-    "version_of",
-    "without_modes",
-    "without_subclasses",
-    "without_wrappers",
-]
+__all__ = ["is_in_backward", "storage_key", "version_of", "without_modes", "without_subclasses", "without_wrappers"]
 _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 # It is not entered, so it tracks no module.
 _TRACKER = ModuleTracker()

@@ -179,7 +179,9 @@ class IterableSource(CountedSource):
         return ceil_div(items, self._user_shards) if self._is_elastic else items // self._user_shards
 
     def _identity(self) -> dict[str, Any]:
-        return stream_identity(self._workers, self._opening.fingerprint)
+        """Return the values by which a later run recognizes the stream of an epoch, as JSON values."""
+        # One worker yields the batches in the order of the rank's own process.
+        return {"workers": max(self._workers, 1), "first_batch": self._opening.fingerprint}
 
     def restore(self, states: Sequence[Any], own: bool) -> None:
         if own or not self._shards_itself:
@@ -208,17 +210,6 @@ def _round_robin(batches: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
             if place == rank:
                 yield batch
             del batch
-
-
-def stream_identity(workers: int, first_batch: str | None) -> dict[str, Any]:
-    """Return the values by which a later run recognizes the stream of an epoch, as JSON values.
-
-    Args:
-        workers: the loader's number of workers.
-        first_batch: the fingerprint of the epoch's first batch, or None if unknown.
-    """
-    # One worker yields the batches in the order of the rank's own process.
-    return {"workers": max(workers, 1), "first_batch": first_batch}
 
 
 def stream_change(name: str, former: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from ..core.errors import ConfigurationError, DataError, is_count
 from ..core.position_rng import mix_seed
 from .item_reader import ItemReader, check_dataset, has_indices
 from .orders import permutation
-from .packing import Cutter, Filler, Piece, best_fit, cumulative_lengths, document_of, sequence_of
+from .packing import Cutter, Filler, Piece, best_fit, document_of, sequence_of
 from .token_lengths import lengths_of
 
 _SEQUENCES = 1
@@ -125,7 +125,11 @@ class Packed(Dataset[Sample]):
         Returns:
             An int32 tensor of shape ``[documents + 1]``: 0, and the end of each document in the flattened batch.
         """
-        return cumulative_lengths(document_ids)
+        rows = document_ids.reshape(-1, document_ids.shape[-1])
+        begins = torch.ones_like(rows, dtype=torch.bool)
+        begins[:, 1:] = rows[:, 1:] != rows[:, :-1]
+        ends = torch.tensor([rows.numel()], device=rows.device)
+        return torch.cat([begins.flatten().nonzero().flatten(), ends]).int()
 
     def _plan(self) -> None:
         """Compute the order of the epoch, unless it is known."""

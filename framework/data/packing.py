@@ -64,22 +64,6 @@ def sequence_of(pieces: Iterable[Piece], length: int, pad: int) -> dict[str, Ten
     return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "document_ids": document_ids}
 
 
-def cumulative_lengths(document_ids: Tensor) -> Tensor:
-    """Return the boundaries of all documents of a batch, for attention over sequences of variable length.
-
-    Args:
-        document_ids: of shape ``[length]`` or ``[batch, length]``; a run of padding counts as a document.
-
-    Returns:
-        An int32 tensor of shape ``[documents + 1]``: 0, and the end of each document in the flattened batch.
-    """
-    rows = document_ids.reshape(-1, document_ids.shape[-1])
-    begins = torch.ones_like(rows, dtype=torch.bool)
-    begins[:, 1:] = rows[:, 1:] != rows[:, :-1]
-    ends = torch.tensor([rows.numel()], device=rows.device)
-    return torch.cat([begins.flatten().nonzero().flatten(), ends]).int()
-
-
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
     """Return bins of at most ``length``, each as a list of places in ``sizes``.
 

@@ -15,8 +15,8 @@ from .item_reader import check_dataset, has_indices
 TOKENS = "input_ids"
 
 
-def tokens_of(sample: Any, key: str = TOKENS) -> Any:
-    """Return the tokens of a sample: the value of ``key`` in a mapping, the first of several fields, or the sample.
+def tokens_of(sample: Any) -> Any:
+    """Return the tokens of a sample: ``input_ids`` of a mapping, the first of several fields, or the sample.
 
     A tuple has fields if one of its items is not a single number.
 
@@ -27,9 +27,9 @@ def tokens_of(sample: Any, key: str = TOKENS) -> Any:
         return sample[0]
     if not isinstance(sample, Mapping):
         return sample
-    if key not in sample:
-        raise DataError(f"a sample has no {key!r}.{closest_or_known(key, [str(each) for each in sample])}")
-    return sample[key]
+    if TOKENS not in sample:
+        raise DataError(f"a sample has no {TOKENS!r}.{closest_or_known(TOKENS, [str(each) for each in sample])}")
+    return sample[TOKENS]
 
 
 def as_tokens(values: Any) -> Tensor:

@@ -11,7 +11,6 @@ from ..system.processes import end_with_parent
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
 """The signals at which a run can be preempted."""
-HANDLED_SIGNALS = tuple(name for name in SIGNALS if hasattr(signal, name))
 # A signal to the process group reaches the workers too, while their rank may still need batches for this long.
 WORKER_SECONDS = 10.0
 
@@ -24,7 +23,7 @@ def start_worker(own: Callable[[int], None] | None, worker: int) -> None:
     if threading.current_thread().name == "MainThread":
         # The kernel ties a process to the thread that forked it: another thread may end before the rank does.
         end_with_parent()
-    for name in HANDLED_SIGNALS:
+    for name in SIGNALS:
         signal.signal(getattr(signal, name), end_worker_later)
     if own is not None:
         own(worker)

@@ -11,13 +11,12 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from ..core.errors import ConfigurationError, RankError
-from ..system.processes import is_running
+from ..system.processes import is_running, process_space
 from .rendezvous import pauses, shared_store
 from .world import World
 
@@ -37,7 +36,6 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
     block.
 
     Args:
-        world: the ranks.
         local: whether the first rank of each node runs the block first.
         seconds: the longest time to wait for other ranks; None means one day.
 
@@ -52,7 +50,7 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
         yield
         return
     leads = (world.local_rank if local else world.rank) == 0
-    machine = _machine()
+    machine = process_space()
     ranks = world.all_gather_object((leads, secrets.token_hex(8), machine, os.getpid()))
     keys = {rank: f"phalanx/turn/{ranks[0][1]}/{rank}" for rank, (first, *_) in enumerate(ranks) if first}
     near = {rank: ranks[rank][3] for rank in keys if ranks[rank][2] == machine is not None}
@@ -102,12 +100,3 @@ def _wait(store: Any, keys: Mapping[int, str], near: Mapping[int, int], limit: f
             time.sleep(next(waits))
     except dist.DistError as error:
         raise RankError(f"the store was lost while another rank was waited for: {error}") from error
-
-
-def _machine() -> str | None:
-    """Return an id that is shared by processes that can see each other's pids; None if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return None

@@ -109,7 +109,6 @@ class Board:
     Args:
         memory: at least ``Board.size(len(node.ranks))`` bytes.
         index: the position of this rank in ``node.ranks``.
-        node: the ranks of this node.
         column: the gloo group of this rank's column, None if there is one node.
     """
 

@@ -171,19 +171,14 @@ class World:
 
     @classmethod
     def from_environment(
-        cls,
-        device_type: str = "cpu",
-        num_nodes: int = 1,
-        backend: str | None = None,
-        timeout_seconds: float | None = None,
-        grouped: bool = False,
+        cls, device_type: str = "cpu", num_nodes: int = 1, timeout_seconds: float | None = None, grouped: bool = False
     ) -> World:
         """Join the other ranks and return the world that this process was started in. Collective.
 
         With ``grouped``, a single process creates torch's default group too, for libraries that need one.
 
-        ``backend`` is gloo on a CPU, and "cpu:gloo,cuda:nccl" on CUDA, for example; ``timeout_seconds`` limits its
-        collectives; None means torch's default of 30 minutes. A default group that exists already is used as it is.
+        ``timeout_seconds`` limits collectives; None means torch's default of 30 minutes. A default group that exists
+        already is used as it is.
 
         Raises:
             ConfigurationError: the launcher's variables contradict one another, or a rank has no device.
@@ -191,7 +186,7 @@ class World:
         place = placement(num_nodes)
         device = take_device(device_type, place)
         if (place.size > 1 or grouped) and not is_initialized():
-            backend = backend or group_backend(device_type)
+            backend = group_backend(device_type)
             share_cores(place)
             meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
         if not is_rehearsed():

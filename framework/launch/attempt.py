@@ -22,8 +22,6 @@ _CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGI
 
 @dataclass
 class RankProcess:
-    """The process of one rank."""
-
     rank: int
     process: Process
     code: int | None = None
@@ -84,7 +82,6 @@ class Attempt:
             rank.send(self.received)
 
     def find(self, rank: int) -> RankProcess:
-        """Return a rank by its number."""
         return self.ranks[rank - self._first_rank]
 
     def poll(self) -> list[RankProcess]:

@@ -11,7 +11,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -47,8 +46,6 @@ def launch_function(
 
     Args:
         function: called in each rank.
-        args: its arguments.
-        num_ranks: the number of ranks.
         at_end: called with the fits that the ranks have begun, also after a failure.
         uses_cuda: whether the ranks use CUDA devices.
 
@@ -64,7 +61,8 @@ def launch_function(
         ranks = [partial(_run_rank, context, rank, function, args) for rank in range(num_ranks)]
         supervisor, notifications = Supervisor(context.directory), LaunchNotifications(write_error)
         try:
-            with _handling_interrupts(supervisor), _forked(ranks, supervisor):
+            # SIGTERM ends this process as before, and the ranks with it.
+            with supervisor.handling_signals((signal.SIGINT,)), _forked(ranks, supervisor):
                 context.close_listener()
                 verdict = supervisor.watch()
             notifications.stalled(context.directory, verdict)
@@ -86,12 +84,6 @@ def _result(context: LaunchContext, verdict: Verdict) -> bytes:
     elif verdict.failed:
         raise (StalledError if verdict.exit_code == StalledError.exit_code else RankError)(verdict.message)
     return path.read_bytes()
-
-
-def _handling_interrupts(supervisor: Supervisor) -> AbstractContextManager[None]:
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    # SIGTERM ends this process as before, and the ranks with it.
-    return supervisor.handling_signals((signal.SIGINT,)) if in_main_thread else contextlib.nullcontext()
 
 
 def forked_ranks_can_use_cuda() -> bool:

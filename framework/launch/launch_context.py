@@ -60,7 +60,6 @@ class NodeName:
 
     @classmethod
     def read(cls, address: str) -> NodeName:
-        """Return the name with this address."""
         number, host, _ = address.split(" ")
         return cls(int(number), host)
 
@@ -104,7 +103,6 @@ class LaunchContext:
         return range(self.node.rank * self.num_ranks, (self.node.rank + 1) * self.num_ranks)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the full environment of a rank."""
         place = Placement(
             rank=rank,
             size=self.num_ranks * self.node.count,

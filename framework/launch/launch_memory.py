@@ -19,7 +19,6 @@ def open_memory(world: World, note: Callable[[str], None], is_loop: bool = False
     killed ranks have left of snapshots. Afterwards every node holds the newest snapshot.
 
     Args:
-        world: the ranks.
         note: called with a sentence about each snapshot that is lost.
         is_loop: whether it is a loop of a Fabric. Those before keep their folders: a script that is run again continues
             each from its end, as it may have saved nothing else.

@@ -91,7 +91,6 @@ class AttemptRecords:
     """The nodes whose launchers give no sign of life, or have gone on to another round."""
 
     def named(self, nodes: Iterable[int]) -> str:
-        """Return the names of nodes in words."""
         return " and ".join(str(self.names[node]) for node in nodes)
 
     @property

@@ -60,7 +60,6 @@ class Round:
 
     @property
     def names(self) -> dict[int, NodeName]:
-        """The names of all nodes, by rank."""
         return {rank: NodeName.read(address) for rank, address in self.addresses.items()}
 
 
@@ -202,11 +201,9 @@ class _Backend(C10dRendezvousBackend):
         self.gives_up = False
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """Read the state."""
         return self._noted(super().get_state)
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write the state, unless another launcher has changed it."""
         return self._noted(super().set_state, state, token)
 
     def _noted(self, call: Callable[..., Answer], *given: Any) -> Answer:

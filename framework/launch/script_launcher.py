@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -72,9 +71,7 @@ def launch_script(
     with private_directory() as directory, shared_memory(directory) if has_memory else contextlib.nullcontext():
         supervisor = Supervisor(directory, adopts_orphans=True)
         launcher = _ScriptLauncher(script or Script.running(), supervisor, nodes, libraries, not keeps_files)
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        signals = supervisor.handling_signals() if in_main_thread else contextlib.nullcontext()
-        with signals, contextlib.closing(launcher):
+        with supervisor.handling_signals(), contextlib.closing(launcher):
             verdict = None
             try:
                 verdict = _run_attempts(launcher, supervisor, restarts, directory, num_ranks)

@@ -63,7 +63,6 @@ class SeveralNodes(Nodes):
     """A run on several nodes, as the launcher of one of them sees it.
 
     Args:
-        options: the nodes of the run.
         num_ranks: the number of ranks on each node.
 
     Raises:
@@ -94,7 +93,6 @@ class SeveralNodes(Nodes):
         self._thread = threading.Thread(target=self._run, name="phalanx-nodes", daemon=True)
 
     def meet(self, restarts: RestartPolicy, num_ranks: int, supervisor: Supervisor) -> Verdict | None:
-        """Wait until all nodes are ready for an attempt; return a verdict if it does not take place."""
         while True:
             if self._round is None and (ended := self._join(supervisor)) is not None:
                 return ended
@@ -124,7 +122,6 @@ class SeveralNodes(Nodes):
         return None
 
     def others_ended(self) -> int | None:
-        """Return the exit code for which ranks of other nodes have ended in this attempt, or None."""
         if self._record is None or self._record.has_failed:
             return None
         if self._is_unreachable:
@@ -132,12 +129,10 @@ class SeveralNodes(Nodes):
         return self._seen.stopped or (self._over.exit_code or None if self._over is not None else None)
 
     def report_failure(self) -> None:
-        """Report to the other nodes that a rank of this one has failed, so that they end theirs."""
         if self._record is not None:
             self._record = replace(self._record, has_failed=True)
 
     def agree(self, verdict: Verdict, supervisor: Supervisor) -> Verdict:
-        """Return the verdict on the attempt on all nodes; ``verdict`` is that of this node."""
         assert self._record is not None
         # Preempted ranks end by themselves. A rank that was killed may be why those of the other node have failed: that
         # node may have noticed first.
@@ -157,11 +152,9 @@ class SeveralNodes(Nodes):
 
     @property
     def has_lost(self) -> bool:
-        """Whether a node of the last attempt is lost, so that the same nodes cannot take part in another one."""
         return self._is_unreachable or bool(self._seen.lost)
 
     def makes_room(self) -> bool:
-        """Return whether the ranks are to save and end, so that further nodes take part in the next attempt."""
         rendezvous, record, seen = self._rendezvous, self._record, self._seen
         if rendezvous is not None and record is not None and record.end is None and rendezvous.has_new_spares:
             # Node 0 decides, and its record says so to all nodes, also once the attempt has ended.
@@ -186,7 +179,6 @@ class SeveralNodes(Nodes):
         return True
 
     def close(self, verdict: Verdict | None, supervisor: Supervisor) -> None:
-        """Leave the other nodes, for good; ``verdict`` is the last one, None after an error of this launcher."""
         self._farewell = verdict or _failure(f"the launcher of node {self._options.number} failed: see what it printed")
         if self._rendezvous is not None:
             self._rendezvous.give_up()

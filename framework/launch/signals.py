@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ..core.errors import ConfigurationError, Preempted, unknown
-from ..data.worker_process import HANDLED_SIGNALS, SIGNALS, end_worker_later
+from ..data.worker_process import SIGNALS, end_worker_later
 from ..distributed.control import Signal, Triggers
 from ..distributed.rendezvous import is_waiting
 
@@ -55,7 +55,7 @@ class SignalWatch:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._names = [name for name in names if name in HANDLED_SIGNALS]
+        self._names = tuple(names)
         self._before: dict[int, Handler] = {}
         self._process = os.getpid()
         self._received: str | None = None

@@ -20,6 +20,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -173,7 +174,10 @@ class Supervisor:
 
     @contextlib.contextmanager
     def handling_signals(self, signals: Sequence[signal.Signals] = _FORWARDED) -> Iterator[None]:
-        """Within the context, forward these signals to the ranks. Main thread only."""
+        """Within the context, forward these signals to the ranks, if this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         handlers = {signum: signal.getsignal(signum) for signum in signals}
         # A shell starts background jobs with SIGINT ignored, which must stay so: Ctrl-C is meant for another job.
         taken = [signum for signum in signals if handlers[signum] is not signal.SIG_IGN]

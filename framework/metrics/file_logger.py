@@ -94,7 +94,6 @@ class FileLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        """The directory that contains all versions of this experiment."""
         return os.path.join(self.save_dir, self.name)
 
     @property

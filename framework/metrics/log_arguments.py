@@ -14,16 +14,8 @@ from ..core.wording import a_type
 from .torchmetrics_state import is_collection
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
-_EQUIVALENTS: dict[Any, str] = {
-    "avg": "mean",
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.min: "min",
-    torch.max: "max",
-    sum: "sum",
-    min: "min",
-    max: "max",
-}
+_EQUIVALENTS: dict[Any, str] = {"avg": "mean", torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max"}
+_EQUIVALENTS |= {sum: "sum", min: "min", max: "max"}
 
 
 def reduction_of(name: str, given: Any) -> str:
@@ -49,7 +41,6 @@ def kept_for(
     """Return whether a value is kept for each step, and whether for the epoch, with the defaults filled in.
 
     Args:
-        name: the logged name.
         on_step: as given to ``log``; None for the default, which is True in a training step only.
         on_epoch: as given to ``log``; None for the default, which is False in a training step only.
         training: whether the stage is ``"train"``.

@@ -299,7 +299,8 @@ class LoggerFanout:
         for writer in self._writers:
             writer.finish()
         began = time.monotonic()
-        self._wait_until(began + _PATIENCE_SECONDS)
+        for writer in self._writers:
+            writer.join(max(0.0, began + _PATIENCE_SECONDS - time.monotonic()))
         busy = [writer for writer in self._writers if writer.is_busy()]
         if busy:
             names = ", ".join(writer.name for writer in busy)
@@ -322,10 +323,6 @@ class LoggerFanout:
                 has_news = True
         if has_news:
             self._leave_out_failed()
-
-    def _wait_until(self, deadline: float) -> None:
-        for writer in self._writers:
-            writer.join(max(0.0, deadline - time.monotonic()))
 
     def _report_lost(self) -> None:
         for writer in self._writers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -84,9 +85,9 @@ class Table(Media):
         return _CELL_BYTES * len(self.columns) * len(self.rows)
 
     def contents(self) -> list[bytes]:
-        lines = _Lines()
+        lines = io.StringIO(newline="")
         csv.writer(lines, lineterminator="\n").writerows([self.columns, *self.rows])
-        return ["".join(lines.parts).encode()]
+        return [lines.getvalue().encode()]
 
 
 @dataclass(frozen=True)
@@ -120,16 +121,6 @@ class Histogram(Media):
 
     def contents(self) -> list[bytes]:
         return [json.dumps({"counts": list(self.counts), "edges": list(self.edges)}).encode()]
-
-
-class _Lines:
-    """A file in memory for the csv module."""
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-
-    def write(self, text: str) -> None:
-        self.parts.append(text)
 
 
 def _file_name(part: str) -> str:

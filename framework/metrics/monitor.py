@@ -10,35 +10,9 @@ from ..core.errors import ConfigurationError, MetricError, did_you_mean
 
 # Names of different metrics of one validation, such as 'val_loss' and 'val_loss_ema', are less similar than this.
 _NEARLY = 0.85
-_HIGHER_IS_BETTER = {
-    "accuracy",
-    "acc",
-    "f1",
-    "auc",
-    "auroc",
-    "ap",
-    "map",
-    "bleu",
-    "rouge",
-    "score",
-    "iou",
-    "miou",
-    "dice",
-}
-_HIGHER_IS_BETTER |= {"precision", "recall", "psnr", "ssim"}
+_HIGHER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "auroc", "ap", "map", "bleu", "rouge", "score"}
+_HIGHER_IS_BETTER |= {"iou", "miou", "dice", "precision", "recall", "psnr", "ssim"}
 _LOWER_IS_BETTER = {"loss", "error", "err"}
-
-
-def check_mode(who: str, mode: str) -> None:
-    """Refuse a mode that is neither ``"min"`` nor ``"max"``.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
-    if mode not in ("min", "max"):
-        hint = did_you_mean(str(mode), ("min", "max", "minimum", "maximum"))
-        meant = hint.replace("imum", "") if hint else ""
-        raise ConfigurationError(f"{who}(mode={mode!r}): give 'min' where less is better, or 'max'.{meant}")
 
 
 def given_mode(who: str, mode: str | None) -> str:
@@ -49,7 +23,9 @@ def given_mode(who: str, mode: str | None) -> str:
     """
     if mode is None:
         return "min"
-    check_mode(who, mode)
+    if mode not in ("min", "max"):
+        meant = did_you_mean(str(mode), ("min", "max", "minimum", "maximum")).replace("imum", "")
+        raise ConfigurationError(f"{who}(mode={mode!r}): give 'min' where less is better, or 'max'.{meant}")
     return mode
 
 

@@ -161,12 +161,9 @@ def _unpack(packed: tuple[Any, ...], device: torch.device) -> Any:
         return []
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     flat = flat.view(getattr(torch, dtype)).to(device)
-    tensors = [part.reshape(shape) for part, shape in zip(flat.split([_size(s) for s in shapes]), shapes, strict=True)]
+    parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+    tensors = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
     return tensors if kind == "list" else tensors[0]
-
-
-def _size(shape: Iterable[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _copied(states: Mapping[str, Any]) -> States:

@@ -45,7 +45,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
         return state.weights()
     state.add_training(run, place_of(windows), seed, run.repeated.logger_marks)
     # Hooks may draw random numbers, so the generators come last.
-    return replace(state.training(), rank_document=capture_rank(run, windows))
+    return replace(state.training(), rank_document=RankState(run, windows).document())
 
 
 class RunState:
@@ -84,7 +84,6 @@ class RunState:
         """Add optimizers and the position in the data. Collective.
 
         Args:
-            run: the run.
             place: the position in the data, from ``place_of``.
             seed: the seed of the data order.
             marks: the position of the loggers; None for that of the moment at which ``training`` is called.
@@ -180,11 +179,6 @@ class StateHolders:
         """Return a document and the tensors that it refers to, both from rank 0."""
         encoded, tensors = encode(state)
         return encoded, whole(tensors) if self._writes else {}
-
-
-def capture_rank(run: Run, windows: Windows | None) -> Any:
-    """Return the state of this rank as JSON values."""
-    return RankState(run, windows).document()
 
 
 class RankState:

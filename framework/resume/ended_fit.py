@@ -15,7 +15,7 @@ from ..data.accumulation_window import Windows
 from ..distributed.collective_errors import on_all_ranks
 from ..pretrained import save_folder
 from ..run.run import Run
-from .capture import RunState, capture_rank, place_of
+from .capture import RankState, RunState, place_of
 
 if TYPE_CHECKING:
     from ..pretrained.saving import FolderOrder
@@ -49,7 +49,7 @@ class EndedFit:
             # A module's own hooks may fail on one rank alone, and what follows needs all ranks.
             self._state = state = on_all_ranks(run.world, lambda: RunState(run))
             state.add_training(run, place_of(windows), run.seed, run.loggers.mark())
-            self._rank_document = capture_rank(run, windows)
+            self._rank_document = RankState(run, windows).document()
         except PhalanxError as error:
             self._refusal = error
 

@@ -180,9 +180,7 @@ def claim_again(directory: RunDirectory, origin: Origin, world: World) -> Origin
     """Lock the directory of a run that goes back to a checkpoint; return the origin of its next fit. Collective.
 
     Args:
-        directory: the directory.
         origin: the origin of the fit before, with the checkpoint, which was verified.
-        world: the ranks.
     """
 
     def claim() -> Origin:

@@ -40,7 +40,6 @@ def go_back(
 
     Args:
         run: the fit, in the step that failed.
-        windows: its data.
         folders: the directories that it saves into.
         error: what failed.
         epochs_are_alike: whether all epochs have the same data.

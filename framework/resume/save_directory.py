@@ -40,7 +40,8 @@ def probe(directory: Path, world: World, sharded: bool) -> None:
         failure = _attempt(lambda: _open(directory, held)) if world.is_global_zero else None
         place: Path = gather_or_raise(world, failure, directory, what, held[0].path if held else None)[0]
         writes = sharded or world.is_global_zero
-        failure = _attempt(lambda: write_synced(place / _part(world.rank), b"phalanx")) if writes else None
+        part = place / f"probe-{world.rank:05d}.safetensors"
+        failure = _attempt(lambda: write_synced(part, b"phalanx")) if writes else None
         gather_or_raise(world, failure, directory, what)
         failure = _attempt(lambda: _rename_and_delete(place)) if world.is_global_zero else None
         outcome = world.broadcast_object(outcome_of(failure, directory))
@@ -66,10 +67,6 @@ def _attempt(work: Callable[[], None]) -> Exception | None:
 def _open(directory: Path, held: list[HiddenDirectory]) -> None:
     make_directory(directory)
     held.append(HiddenDirectory(directory / NAME))
-
-
-def _part(rank: int) -> str:
-    return f"probe-{rank:05d}.safetensors"
 
 
 def _rename_and_delete(place: Path) -> None:

@@ -41,7 +41,6 @@ class Snapshots:
     """Takes snapshots of a fit at the ends of optimizer steps.
 
     Args:
-        run: the fit.
         nodes: the directories of its snapshots.
         every: the number of optimizer steps between two, ``"auto"`` for at most 2 % of the time, or a time.
         kept: the snapshot from which the fit was resumed, which is replaced last; None if there is none.

@@ -55,7 +55,6 @@ class CachedFolder:
     """A directory of the cache.
 
     Args:
-        path: the directory.
         store: the objects, by names relative to the URL of ``root``.
         root: the directory whose URL the store has; ``path`` is it, or is below it.
         is_first: whether this is the first node of a run. On others there are only the tensor files of their own
@@ -395,7 +394,7 @@ def refresh(root: Path, store: Store) -> None:
     Directories of runs that a process of this machine writes are left as they are: they are newer.
     """
     listed = store.list()
-    checkpoints = _checkpoints_in(listed)
+    checkpoints = {folder for folder, _, name in (each.rpartition("/") for each in listed) if name == MANIFEST}
     by_folder: dict[str, dict[str, str]] = {
         folder.relative_to(root).as_posix().lstrip("."): {} for folder in folders_below(root)
     }
@@ -425,10 +424,6 @@ def delete_unfinished(root: Path, store: Store) -> None:
         with contextlib.suppress(FileNotFoundError):
             kept = checksum_of(store.read(f"{checkpoint}/{MANIFEST}", 0, 64))
         store.delete([name for checksum, name in found if checksum != kept])
-
-
-def _checkpoints_in(listed: Iterable[str]) -> set[str]:
-    return {folder for folder, _, name in (each.rpartition("/") for each in listed) if name == MANIFEST}
 
 
 def checksum_of(manifest: bytes) -> str:

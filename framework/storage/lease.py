@@ -15,11 +15,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ..core.errors import StorageError
-from ..system.processes import is_running
+from ..system.processes import is_running, process_space
 from .store import Store
 
 NAME = ".lease"
@@ -41,7 +40,7 @@ class Lease:
         self._store = store
         self._own = {
             "host": socket.gethostname(),
-            "machine": _machine(),
+            "machine": process_space() or socket.gethostname(),
             "pid": os.getpid(),
             "token": secrets.token_hex(8),
         }
@@ -54,7 +53,6 @@ class Lease:
 
         Args:
             note: called with a sentence before it waits.
-            waits: whether it waits.
 
         Raises:
             StorageError: another machine writes the objects, or the service does not answer.
@@ -131,12 +129,3 @@ class Lease:
 
 def _holder(found: dict[str, Any]) -> str:
     return f"process {found.get('pid')} on {found.get('host')}"
-
-
-def _machine() -> str:
-    """Return what is the same for processes that see one another by their pids, and differs between machines."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()

@@ -62,7 +62,6 @@ def open_store(url: str, patience: float = 60.0) -> Store:
     """Return the store of a URL.
 
     Args:
-        url: the URL.
         patience: the seconds for which a request that has failed is tried again.
 
     Raises:
@@ -150,13 +149,17 @@ class RemoteStore:
         self.url = url
         self._patience = patience
         try:
-            self._files, self._root = _filesystem(url)
+            from fsspec.core import url_to_fs
+
+            # Its lists of directories are not those of other processes.
+            self._files, root = url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
             raise ConfigurationError(f"{url!r} needs a package that is not installed: {error}") from None
         except Exception as error:
             # Such as credentials that are missing.
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise StorageError(f"{url} cannot be reached ({reason}).") from None
+        self._root = root.rstrip("/")
 
     def list(self, below: str = "") -> dict[str, str]:
         try:
@@ -252,14 +255,6 @@ class RemoteStore:
                     raise StorageError(f"{action} {where} failed ({reason}).") from None
             time.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT)
-
-
-def _filesystem(url: str) -> tuple[Any, str]:
-    from fsspec.core import url_to_fs
-
-    # Its lists of directories are not those of other processes.
-    files, root = url_to_fs(url, use_listings_cache=False)
-    return files, root.rstrip("/")
 
 
 def _version(info: dict[str, Any]) -> str:

@@ -41,7 +41,6 @@ def folded(line: str, columns: int | None, indent: str = "", breaks_words: bool 
     """Return a line as lines of at most this width.
 
     Args:
-        line: the line.
         columns: the width; None: it is not folded.
         indent: the beginning of the second and further lines.
         breaks_words: whether a word that is wider is broken; otherwise it gets a line of its own, and can be copied.
@@ -71,7 +70,6 @@ class EncodableStream:
     """The standard output, with texts that it cannot encode made ``encodable``; for libraries that write to a file."""
 
     def write(self, text: str) -> int:
-        """Write a text."""
         return sys.stdout.write(encodable(text, sys.stdout))
 
     def __getattr__(self, name: str) -> Any:

@@ -74,6 +74,18 @@ def _state_of(pid: int) -> list[str]:
         return []
 
 
+def process_space() -> str | None:
+    """Return what is the same for processes that see one another by their pids, and differs between machines.
+
+    None if it is unknown.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
 def peak_resident_bytes() -> int:
     """Return the most bytes of memory that this process has occupied so far."""
     # In kilobytes on Linux, and in bytes on macOS.

@@ -121,14 +121,12 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
-        """Return the joined parts."""
         ctx.group, ctx.split, ctx.join = group, split, join
         ctx.carries_gradients_of_other_ranks = True
         return _exchanged(tensor, group, split, join)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """Exchange the gradient back."""
         return _exchanged(gradient, ctx.group, ctx.join, ctx.split), None, None, None
 
 
@@ -150,13 +148,11 @@ class _AfterRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
         ctx.carries_gradients_of_other_ranks = True
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Return the gradient."""
         return gradient
 
 
@@ -223,8 +219,7 @@ class ContextParallel:
     """The ranks that share sequences with this one. Constructing it is collective.
 
     Args:
-        world: the ranks.
-        layout: the number of them along each axis.
+        layout: the number of ranks along each axis.
     """
 
     def __init__(self, world: World, layout: Layout) -> None:

@@ -91,15 +91,8 @@ _OWNERS: dict[int, LentGradients] = {}
 # The packages that look at parameters for their own sake, while user code runs, and the hint of a rank without memory,
 # which no other rank answers.
 _HINTS = f"{__name__.partition('.strategies.')[0]}.framework.trainer.hints"
-_OTHERS = (
-    _HINTS,
-    "deepspeed.",
-    "torch._dynamo.",
-    "torch._subclasses.",
-    "torch._functorch.",
-    "torch._inductor.",
-    "torch.fx.",
-)
+_TRACERS = ("torch._dynamo.", "torch._subclasses.", "torch._functorch.", "torch._inductor.", "torch.fx.")
+_OTHERS = (_HINTS, "deepspeed.", *_TRACERS)
 _INSIDE = 0
 
 

@@ -130,7 +130,6 @@ def check_one_dtype(module: nn.Module, optimizer: Optimizer, computes: torch.dty
 
     Args:
         module: the module of the parameters, for their names.
-        optimizer: its optimizer.
         computes: the dtype to which a mixed precision converts all of them; None for fp32, which converts none.
         strategy: the name of the strategy.
 
@@ -177,7 +176,7 @@ def engine_optimizer(optimizer: Optimizer, options: ZeroOptions) -> Optimizer:
     if lacking:
         _log.info("DeepSpeed: torch.optim.%s stays, as DeepSpeedCPUAdam has no %s.", kind, ", ".join(lacking))
         return _copy_of(optimizer, groups)
-    own = [{"params": params, **_adam_hyperparameters(group)} for group, params in groups]
+    own = [{"params": params, **{key: plain(group[key]) for key in _ADAM_KEYS}} for group, params in groups]
     if not on_cpu:
         return (torch.optim.AdamW if decoupled == {True} else torch.optim.Adam)(own, fused=True)
     mode = "AdamW" if decoupled == {True} else "Adam"
@@ -202,10 +201,6 @@ def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     if hasattr(optimizer, "adam_w_mode"):
         return bool(optimizer.adam_w_mode)
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-
-
-def _adam_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: plain(group[key]) for key in _ADAM_KEYS}
 
 
 def _forget_powers(nothing: Tensor, optimizer: Any, *_: Any) -> None:

@@ -89,9 +89,6 @@ class UnsplitValues:
     other, so the full model never has to fit into the memory of a rank. Constructing it is collective.
 
     Args:
-        module: the module.
-        optimizers: its optimizer.
-        world: the ranks.
         deferred: the recipes of the parameters that were built without data.
         supplied: the names of the tensors that are loaded later, and need no values.
 

@@ -79,7 +79,6 @@ class Gathering:
 
     Args:
         module: the user's module.
-        world: the ranks.
         offload: DeepSpeed's object that gathers the parameters of modules.
     """
 
@@ -277,7 +276,6 @@ def refuse_empty_state(module: nn.Module, is_whole: Callable[[Any], bool]) -> li
     """Let ``state_dict`` raise while a parameter is sharded: it would hold tensors without elements.
 
     Args:
-        module: the module.
         is_whole: whether all elements of a parameter are here.
 
     Returns:

@@ -59,7 +59,6 @@ class PartitionedState(CanonicalState):
     """State of modules whose parameters may be partitioned, without an engine."""
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
-        """Return the full shape of every tensor in a module's canonical state, by name."""
         return {name: full_shape(tensor) for name, tensor in state_tensors(module).items()}
 
 
@@ -199,7 +198,6 @@ class EngineState(PartitionedState):
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
-        """Yield each parameter that has state, and this rank's pieces of its slots. Collective."""
         if self.lent is not None:
             self.lent.take_back()
         scalars, _ = self.scalars_and_dtypes()
@@ -251,7 +249,6 @@ class EngineState(PartitionedState):
 
     @torch.no_grad()
     def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
-        """Load weights and buffers. Tensors that ``tensors`` does not have stay unchanged. Collective."""
         stored: dict[int, StoredTensor] = {}
         own = state_tensors(module)
         for name, one in tensors.items():

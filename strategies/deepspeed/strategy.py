@@ -135,7 +135,6 @@ class DeepSpeedStrategy(Strategy):
     # ---- a module and its optimizer -------------------------------------------------------------------------------
 
     def clone(self) -> Strategy:
-        """Return a strategy like this one that holds no module."""
         other = copy.copy(self)
         other._forget()
         return other

@@ -37,7 +37,6 @@ class EngineUpdate(GradientOperations):
     Args:
         engine: DeepSpeed's engine.
         following: the user's optimizer, for the engine.
-        state: the state that the engine holds.
         strategy: the name of the strategy, for errors.
     """
 

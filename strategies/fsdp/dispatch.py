@@ -151,13 +151,11 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, token: Tensor, table: Tensor) -> Tensor:
-        """Return the rows."""
         ctx.save_for_backward(table)
         return tokens[token]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Return the sums of the rows of each token."""
         return _sum(gradient, *ctx.saved_tensors), None, None
 
 
@@ -166,13 +164,11 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, table: Tensor) -> Tensor:
-        """Return the sums."""
         ctx.save_for_backward(token)
         return _sum(rows, table)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of each row."""
         (token,) = ctx.saved_tensors
         return gradient[token], None, None
 
@@ -216,14 +212,12 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, routes: _Routes, factor: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the rows that arrive."""
         ctx.routes, ctx.factor = routes.reversed(), factor
         ctx.carries_gradients_of_other_ranks = True
         return tuple(routes.send(each) for each in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Return the gradients that arrive."""
         needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
         back = [ctx.routes.send(gradient * ctx.factor) if needs else None for gradient, needs in needed]
         return None, None, *back

@@ -51,7 +51,6 @@ class FullSemantics:
 
     Args:
         meshes: those of its parameters.
-        world: the ranks.
         split: the ranks that split layers. Code of the user's in a step meets weights and activations that are divided
             over these alone.
     """

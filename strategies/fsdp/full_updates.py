@@ -42,7 +42,6 @@ class FullUpdates:
 
     Args:
         optimizer: holds parameters that are sharded; state that it has already is full, on every rank.
-        world: the ranks.
     """
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:

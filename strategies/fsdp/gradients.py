@@ -16,11 +16,7 @@ from .local_shards import local_of
 
 
 class ShardedGradients(GradientOperations):
-    """Operations on gradients of which each rank holds shards.
-
-    Args:
-        world: the ranks.
-    """
+    """Operations on gradients of which each rank holds shards."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -63,7 +63,8 @@ def lay_out(world_size: int, num_nodes: int, degrees: Degrees, rest: str, by_nod
     if not by_node or degrees.dp_replicate is not None or degrees.dp_shard is not None:
         return degrees.lay_out(world_size, rest)
     data = degrees.lay_out(world_size).data_size
-    count = _by_node(data, num_nodes)
+    # One replica per node; two on a single node, one for a single rank.
+    count = 1 if data == 1 else max(num_nodes, 2)
     if data % count:
         groups = f"{data} groups of tp={degrees.tp}" if data < world_size else f"{data} ranks"
         raise ConfigurationError(
@@ -71,10 +72,3 @@ def lay_out(world_size: int, num_nodes: int, degrees: Degrees, rest: str, by_nod
             f"{divisors(data)} with parallel={{'dp_replicate': ...}}, another number of devices, or strategy='fsdp'."
         )
     return Degrees(**{**degrees.given, "dp_replicate": count}).lay_out(world_size)
-
-
-def _by_node(data: int, num_nodes: int) -> int:
-    """Return the number of replicas: one per node; two on a single node, one for a single rank."""
-    if data == 1:
-        return 1
-    return num_nodes if num_nodes > 1 else 2

@@ -35,7 +35,6 @@ class UnusedParameters:
 
     Args:
         parts: the sharded modules.
-        world: the ranks.
     """
 
     def __init__(self, parts: Iterable[FSDPModule], world: World) -> None:

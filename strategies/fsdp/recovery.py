@@ -96,18 +96,15 @@ class ShardedRecovery(Recovery):
     # ---- passes of this rank ----------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Begin a forward and backward pass."""
         self._is_open = True
 
     def end_pass(self) -> None:
-        """End a pass that had enough memory on this rank."""
         if self._known is None:
             self._store.set(self._key("end"), str(len(self._calls)))
         self._newest = self._calls
         self._next_pass()
 
     def end_window(self) -> None:
-        """Note that no rank has run out of memory in the window. On all ranks."""
         self._known = self._newest
 
     def refresh(self) -> None:
@@ -144,7 +141,6 @@ class ShardedRecovery(Recovery):
     # ---- on a rank without memory -----------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Call the collectives of the pass in progress that this rank has not called. Collective."""
         # Calls from here on are not those of a pass of this rank.
         self._is_open = False
         self._model.root.reset_iter_state()

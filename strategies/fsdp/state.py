@@ -27,7 +27,6 @@ class ShardedState(CanonicalState):
     """Saves and loads this rank's shards.
 
     Args:
-        world: the ranks.
         reshard: frees gathered parameters, so that the module holds its shards; None if it holds them always.
         full_updates: the updates of parameters whose owner holds their optimizer state in full.
     """
@@ -67,7 +66,6 @@ class ShardedState(CanonicalState):
                 tensor.copy_(stored.read())
 
     def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
-        """Yield each parameter that has state, and this rank's shards of it. Collective."""
         plain = self._plain_of_owners(optimizer)
         for position, parameter in enumerate(parameters_of(optimizer)):
             slots = optimizer.state.get(parameter)
@@ -130,12 +128,8 @@ def slots_as_shards(slots: dict[str, Any], quantized: bool) -> dict[str, Any]:
             if not quantized or local_of(value).numel() or not value.numel():
                 shards[slot] = shard_of(value)
         else:
-            shards[slot] = _plain(value)
+            shards[slot] = value.full_tensor() if isinstance(value, DTensor) else value
     return shards
-
-
-def _plain(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def slots_from_store(parameter: Tensor, slots: Slots) -> dict[str, Any]:

@@ -39,18 +39,8 @@ class Absent(Tensor):
         return without_subclasses(shapes)
 
 
-_READS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__format__",
-    "__array__",
-    "retain_grad",
-)
+_READS = {"item", "tolist", "numpy", "retain_grad"}
+_READS |= {"__bool__", "__float__", "__int__", "__index__", "__format__", "__array__"}
 
 
 def absent_like(tensor: Tensor) -> Tensor:

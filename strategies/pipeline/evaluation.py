@@ -27,11 +27,9 @@ class Evaluation:
     it. So a step returns, logs and stores the same values on all ranks of a pipeline.
 
     Args:
-        world: the ranks.
         place: the stages and ranks.
         group: the ranks of the pipeline.
         stages: the division of the model.
-        calls: the blocks.
         hidden: knows the hidden states between stages.
         gathered: returns the context of a step, in which this rank holds its stages in full.
     """

@@ -20,7 +20,6 @@ class StagedGradients(ShardedGradients):
     """Operations on gradients that are averaged over replicas, and summed over the pipeline where they are shared.
 
     Args:
-        world: the ranks.
         mesh: the ranks of this pipeline, and those that hold the same stages.
         owners: by the ``id`` of a parameter, the number of the rank in the pipeline that holds it; None for one that
             all hold.

@@ -32,7 +32,6 @@ class KeptState:
     Args:
         module: the user's module.
         blocks: those of all stages, which each rank has for itself.
-        world: the ranks.
         place: the stages of this rank.
         group: the ranks of the pipeline.
     """

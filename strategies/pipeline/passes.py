@@ -38,7 +38,6 @@ class HiddenStates:
 
     Args:
         module: the user's module.
-        calls: the blocks.
         block: the number of a block that this rank holds.
     """
 
@@ -92,7 +91,6 @@ class PipelinePasses(WindowPasses):
         Args:
             module: the user's module.
             stages: the division of the model.
-            calls: the blocks.
             hidden: knows the hidden states between stages.
             gather: gathers sharded parameters before the passes of a window; None if there are none.
             check_loss: compares a loss with that of other ranks; None if no others compute it.
@@ -131,7 +129,6 @@ class PipelinePasses(WindowPasses):
             self._gather()
 
     def run(self, window: Window) -> None:
-        """Run all passes of a window. Collective."""
         check_hooks(*self._may_have_hooks)
         self._kept.begin(window.number, len(window.batches))
         # Around the backward passes too, which call attention where they recompute activations.
@@ -303,12 +300,10 @@ class _Contiguous(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
-        """Return the hidden states."""
         return received.view_as(received)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Return the gradient in the layout of a message."""
         return gradients[0].contiguous()
 
 
@@ -317,12 +312,10 @@ class _NoLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
-        """Return zero."""
         ctx.like = received.shape, received.dtype, received.device
         return torch.zeros((), device=received.device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Return zeros."""
         shape, dtype, device = ctx.like
         return torch.zeros(shape, dtype=dtype, device=device)

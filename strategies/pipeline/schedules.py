@@ -90,7 +90,6 @@ class Place:
         return self.ranks * self.per_rank
 
     def rank_of(self, stage: int) -> int:
-        """Return the number of the rank that holds a stage."""
         return self._physical(self._logical(stage))
 
     @property
@@ -130,7 +129,6 @@ def build(
         hidden: a tensor on the meta device with shape and dtype of the hidden states.
         count: the number of micro-batches.
         group: the ranks of the pipeline.
-        device: the device of this rank.
     """
     numbers, loss = torch.arange(count), torch.empty((), device="meta", requires_grad=True)
     stages = []

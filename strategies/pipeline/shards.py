@@ -45,7 +45,6 @@ class StageShards:
         optimizers: its optimizers, which get the shards.
         blocks: the blocks of this rank, each of which is gathered in one message.
         elsewhere: the parameters of stages that this rank does not hold. They remain on the meta device.
-        mesh: the ranks.
         origins: the values.
     """
 
@@ -200,7 +199,6 @@ def fill_stages(
         optimizers: its optimizers, which get the new parameters.
         stages: the division of the module.
         place: the stages of this rank.
-        mesh: the ranks.
         origins: the values.
 
     Returns:

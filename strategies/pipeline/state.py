@@ -21,7 +21,6 @@ class StagedState(ShardedState):
     """Saves and loads the tensors that this rank holds, or its shards of them.
 
     Args:
-        world: the ranks.
         place: the stages of this rank.
         owners: by the ``id`` of a parameter or buffer, the position in the pipeline of the rank that holds it; None for
             one that all hold.

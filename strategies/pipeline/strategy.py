@@ -116,7 +116,6 @@ class PipelineStrategy(Strategy):
     # ---- before the process group exists --------------------------------------------------------------------------
 
     def clone(self) -> Strategy:
-        """Return a strategy with the same settings and ranks that holds no module."""
         cloned = super().clone()
         assert isinstance(cloned, PipelineStrategy)
         cloned.window_passes = copy.copy(self.window_passes)

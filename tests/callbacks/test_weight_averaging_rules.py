@@ -19,13 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from phalanx import Trainer, TrainModule
-from phalanx.callbacks import (
-    Callback,
-    EMAWeightAveraging,
-    LambdaCallback,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from phalanx.callbacks import Callback, EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging, WeightAveraging
 from phalanx.checkpoint import consolidate, load, open_checkpoint
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 

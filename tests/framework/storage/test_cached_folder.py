@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.framework.storage.cached_folder import (
-    MANIFEST,
-    CachedFolder,
-    delete_unfinished,
-    record_deletion,
-    refresh,
-)
+from phalanx.framework.storage.cached_folder import MANIFEST, CachedFolder, delete_unfinished, record_deletion, refresh
 from phalanx.framework.storage.store import LocalStore
 
 TENSORS = "model-00000.safetensors"
