@@ -21,7 +21,7 @@ from ..parallel.strategy_checks import check_algorithm, check_placed
 from ..run.overrides import is_overridden, unit_of, with_arity
 from ..system.environment import num_ranks_may_change
 from .data_sources import ARGUMENTS, check_given
-from .hook_names import check_data_module_names, check_module_names
+from .hook_names import check_names
 from .script_ranks import finds_by_restarts
 from .settings import OF_ONE_RANK, TrainerSettings
 
@@ -191,7 +191,7 @@ def split_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, DataModule | N
         )
     if loaders is not None:
         raise ConfigurationError("both loaders and a datamodule were given: leave one of them out.")
-    check_data_module_names(datamodule)
+    check_names(type(datamodule), DataModule)
     return None, datamodule
 
 
@@ -210,7 +210,7 @@ def check_module(module: Any, stage: str) -> None:
     name = type(module).__name__
     if "_own_run" not in module.__dict__:
         raise ConfigurationError(f"{name}.__init__ did not call super().__init__(): do so before anything else.")
-    check_module_names(module)
+    check_names(type(module), TrainModule)
     needed = _STEPS.get(stage)
     _refuse_iterator_steps(module)
     if needed is not None and not is_overridden(needed, module):
