@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..api.callback import Callback, saved_by
+from ..api.callback import Callback
 from ..core.wording import counted
 from ..report.run_files import PAGE
 from ..report.verdicts import shortened_command, with_checkpoint
@@ -19,7 +19,7 @@ from ..system.environment import script_overrides
 from ..system.provenance import own_command
 from ..system.run_directory import CONFIGURATION
 from .resolved_settings import NEVER
-from .run_documents import checkpoints
+from .run_documents import best_score, checkpoints
 
 if TYPE_CHECKING:
     from ..data.accumulation_window import Windows
@@ -121,10 +121,8 @@ def end_lines(run: Run, callbacks: list[Callback]) -> list[str]:
     steps, epochs = counted(progress.global_step, "optimizer step"), counted(progress.epoch, "epoch")
     nothing = run.resumed is not None and run.resumed.batches == progress.global_batch
     lines = [f"trained    {'nothing more: it had finished after ' if nothing else ''}{steps}, {epochs}{reason}"]
-    for saved in saved_by(callbacks):
-        if saved.monitor is not None and saved.best_model_score is not None:
-            lines.append(f"best       {saved.monitor} = {float(saved.best_model_score):.5g}")
-            break
+    if (best := best_score(callbacks)) is not None:
+        lines.append(f"best       {best['name']} = {best['value']:.5g}")
     return lines
 
 

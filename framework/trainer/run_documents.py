@@ -219,7 +219,7 @@ def outcome(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
     return {
         "exit_code": exit_code,
         "stopped": run.stop_reason,
-        "best_score": _best_score(session.callbacks),
+        "best_score": best_score(session.callbacks),
         "began": timestamp(session.began),
         "ended": timestamp(ended),
         "duration_seconds": round(ended - session.began, 3),
@@ -232,7 +232,7 @@ def outcome(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
     }
 
 
-def _best_score(callbacks: list[Callback]) -> dict[str, Any] | None:
+def best_score(callbacks: list[Callback]) -> dict[str, Any] | None:
     """Return the best value of the metric that the first callback with one monitors."""
     for saved in saved_by(callbacks):
         if saved.monitor is not None and saved.best_model_score is not None:

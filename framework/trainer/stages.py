@@ -66,9 +66,11 @@ def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
     """Run a stage; return None for a fit, else a list with the results of each loader. Collective."""
     if stage == "fit":
         again = None
-        while (again := _running_fit(session, request, again)) is not None:
-            pass
-        return None
+        while True:
+            with running(session, stage, request):
+                again = _fit(session, request, again)
+            if again is None:
+                return None
     with running(session, stage, request):
         check_ranks(session, stage, request)
         run, plan = assemble_evaluation(session, request, stage)
@@ -110,11 +112,6 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
             raise
         finally:
             _release(session, request)
-
-
-def _running_fit(session: Session, request: StageRequest, again: Origin | None) -> Origin | None:
-    with running(session, "fit", request):
-        return _fit(session, request, again)
 
 
 def _fit(session: Session, request: StageRequest, again: Origin | None) -> Origin | None:

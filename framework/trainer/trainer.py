@@ -282,14 +282,7 @@ class Trainer(RankProperties):
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders}
         model, _ = compilation_of(model)
-        check_plan(
-            model,
-            given,
-            datamodule,
-            self.fabric.resources,
-            self.settings.shards_data,
-            activation_bytes,
-        )
+        check_plan(model, given, datamodule, self.fabric.resources, self.settings.shards_data, activation_bytes)
         return plan_memory(self._session, StageRequest(model, given, datamodule), activation_bytes, target)
 
     @names_arguments
@@ -1130,16 +1123,14 @@ class Trainer(RankProperties):
 
 
 def _directory(loggers: list[Logger], settings: Settings, name: str) -> RunDirectory:
-    """Return the directory of the runs: that of a sweep, if this process runs one of its trials."""
+    """Return the directory of the runs: that of a sweep, if this process runs one of its trials.
+
+    Its root is that of the first logger, if the user gave it one.
+    """
     if (assigned := assigned_run()) is not None:
         return RunDirectory(Path(assigned.root), assigned.name, 0)
-    return RunDirectory(_root(loggers, settings), name, 0)
-
-
-def _root(loggers: list[Logger], settings: Settings) -> Path:
-    """Return the root of the run's directory: that of the first logger, if the user gave it one."""
     given = loggers[0].given_save_dir if loggers else None
-    return settings.root if given is None else absolute(given)
+    return RunDirectory(settings.root if given is None else absolute(given), name, 0)
 
 
 def _set_backends(deterministic: bool | str | None, benchmark: bool | None) -> None:
