@@ -15,8 +15,8 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from ..framework.api.train_module import TrainModule
-from ..framework.checkpoint.inspection import candidates, furthest
-from ..framework.checkpoint.manifest import Manifest, read_manifest, run_of
+from ..framework.checkpoint.inspection import furthest, good_manifests
+from ..framework.checkpoint.manifest import Manifest, run_of
 from ..framework.checkpoint.reader import open_checkpoint
 from ..framework.checkpoint.safetensors_export import validated_average
 from ..framework.checkpoint.verify import first_incomplete, verify
@@ -181,11 +181,7 @@ class RunEvaluator:
         """Return the complete checkpoints of the run in the order of their steps."""
         refresh_cached(self.directory)
         files, found = RunFiles(self.directory), []
-        for path in (path for folder in dict.fromkeys(files.checkpoint_directories) for path in candidates(folder)):
-            try:
-                manifest = read_manifest(path)
-            except CheckpointError:
-                continue
+        for path, manifest in good_manifests(files.checkpoint_directories):
             step, is_own = furthest(manifest)[0], run_of(manifest) in (None, files.identity)
             if step >= 0 and is_own and first_incomplete(path, manifest) is None:
                 found.append((step, path, manifest))
