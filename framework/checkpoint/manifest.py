@@ -109,14 +109,6 @@ class Manifest:
         return {name: one for name, one in model.items() if isinstance(one, TensorRecord) and one.fingerprint}
 
 
-def left_out_message(path: object, name: str, count: int) -> str:
-    """Return the sentence about a tensor that is to be read, and that the checkpoint leaves out."""
-    return (
-        f"{str(path)!r} leaves out {name!r}, one of {count} frozen weights that it does not contain: load it into a "
-        "module that is built with the same base, with load_from_checkpoint or ckpt_path=."
-    )
-
-
 def dump(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``, one line for each field and tensor.
 

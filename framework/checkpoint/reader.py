@@ -31,7 +31,6 @@ from .manifest import (
     Part,
     TensorRecord,
     is_flat,
-    left_out_message,
     parse_json,
     read_manifest,
 )
@@ -202,7 +201,11 @@ class Checkpoint:
         Other files are not opened: there is one per writing rank, and each rank of a run reads only its own part.
         """
         if record.fingerprint is not None:
-            raise CheckpointError(left_out_message(self.path, name, len(self.left_out)))
+            raise CheckpointError(
+                f"{str(self.path)!r} leaves out {name!r}, one of {len(self.left_out)} frozen weights that it does not "
+                "contain: load it into a module that is built with the same base, with load_from_checkpoint or "
+                "ckpt_path=."
+            )
         for part in touched:
             if part.file not in self._seen:
                 self._file(part.file)
