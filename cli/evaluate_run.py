@@ -30,6 +30,7 @@ from ..framework.report.evaluations import Evaluation, add_evaluation, current, 
 from ..framework.report.finding import find_run, shown_path
 from ..framework.report.finish import amend_report
 from ..framework.report.run_files import RunFiles
+from ..framework.report.values import mapping
 from ..framework.storage.mirror import refresh_cached
 from ..framework.trainer.trainer import Trainer
 from .terminal_text import say_json, say_wrapped, shown_number
@@ -241,8 +242,7 @@ def _class_in(manifest: Manifest) -> type[TrainModule]:
     Raises:
         ConfigurationError: it was defined in the script that was run, or cannot be imported.
     """
-    document = manifest.document if isinstance(manifest.document, dict) else {}
-    home, _, name = str(document.get("module", "")).rpartition(".")
+    home, _, name = str(mapping(manifest.document).get("module", "")).rpartition(".")
     search_working_directory()
     try:
         found: type[TrainModule] = getattr(import_module(home), name)
@@ -257,6 +257,5 @@ def _class_in(manifest: Manifest) -> type[TrainModule]:
 
 
 def _progress_in(manifest: Manifest) -> dict[str, Any]:
-    document = manifest.document if isinstance(manifest.document, dict) else {}
-    progress = document.get("progress")
+    progress = mapping(manifest.document).get("progress")
     return progress if isinstance(progress, dict) else Progress().state_dict()

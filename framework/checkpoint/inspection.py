@@ -294,10 +294,8 @@ def candidates(directory: Path) -> Iterator[Path]:
 
 def furthest(manifest: Manifest) -> tuple[int, int, float]:
     """Return the progress of a checkpoint to compare it by: optimizer steps, batches, and the time of saving."""
-    document = manifest.document if isinstance(manifest.document, dict) else {}
-    progress = document.get("progress")
-    counts = progress if isinstance(progress, dict) else {}
-    step, batch = counts.get("global_step"), counts.get("batch", counts.get("global_batch"))
+    progress = _dict(_dict(manifest.document).get("progress"))
+    step, batch = progress.get("global_step"), progress.get("batch", progress.get("global_batch"))
     return (
         step if isinstance(step, int) else -1,
         batch if isinstance(batch, int) else -1,
