@@ -211,7 +211,11 @@ def _begin(session: Session, loop: FitLoop) -> None:
     if remark := remark_on_windows(run.strategy, settings.accumulation, settings.global_batch, size):
         session.note(remark)
     if session.writes:
-        _keep(session, CONFIG, configuration(session, loop))
+        document = configuration(session, loop)
+        try:
+            session.directory.write_json(CONFIG, document)
+        except StorageError as error:
+            session.note(f"{CONFIG} is missing: {error}")
         session.record_with(start_recording(session, loop))
     _, unknown = encode_known(dict(run.module.hparams))
     at_default = run.module.hparams_at_default
@@ -258,14 +262,6 @@ def _report(session: Session, run: Run, exit_code: int, error: dict[str, Any]) -
             session.view.note(f"{REPORT} is missing: {failure}")
     session.notify_end(end)
     return advice
-
-
-def _keep(session: Session, name: str, document: Any) -> None:
-    """Write a document into the run's directory; a failure is reported and the run continues."""
-    try:
-        session.directory.write_json(name, document)
-    except StorageError as error:
-        session.note(f"{name} is missing: {error}")
 
 
 def _fail(session: Session, stage: str, error: BaseException, is_alone: bool) -> None:
