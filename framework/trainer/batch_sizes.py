@@ -30,15 +30,7 @@ MODES = ("binsearch", "power")
 
 @dataclass(frozen=True)
 class BatchSizeTest:
-    """The sizes that a search tries.
-
-    Args:
-        mode: ``"binsearch"`` for the largest size; ``"power"`` for the largest of those that doubling or halving gives.
-        steps_per_trial: optimizer steps of a trial.
-        init_val: the first size; None: the one that the memory plan gives.
-        max_trials: the most sizes to try.
-        max_val: the largest size to try; None: the samples of an epoch of one rank.
-    """
+    """The sizes that a search tries; see ``Trainer.find_batch_size``."""
 
     mode: str = "binsearch"
     steps_per_trial: int = 3
@@ -194,9 +186,6 @@ def start_of_search(
     """Return the samples of an epoch over all ranks, and the first size on this rank.
 
     Args:
-        plan: the memory plan of the fit.
-        strategy: the name of the strategy.
-        precision: the precision.
         ranks: the number of parts of the data.
         init_val: the first size, if it was given.
 
@@ -226,18 +215,12 @@ def run_batch_size_search(
     loaders: Any,
     datamodule: DataModule | None,
 ) -> BatchSizes:
-    """Try sizes in Trainers of their own, which write nothing; return the result. Collective.
+    """Try sizes by ``trial_fit``, which has the other arguments; return the result. Collective.
 
     Args:
-        new_trainer: returns a Trainer, given its arguments.
-        requested: the arguments of the Trainer that was asked.
-        test: the sizes.
         first: the first size.
         samples: the samples of an epoch over all ranks.
         ranks: the number of parts of the data.
-        module: the module.
-        loaders: the training loaders, or None.
-        datamodule: provides the loaders instead.
 
     Raises:
         ConfigurationError: no size that was tried fits.

@@ -36,15 +36,7 @@ _SMOOTHING = 0.98
 
 @dataclass(frozen=True)
 class LearningRateTest:
-    """The learning rates that a range test tries.
-
-    Args:
-        min_lr: the first learning rate.
-        max_lr: the last one.
-        num_training: their number, the optimizer steps of the test.
-        mode: ``"exponential"`` for a constant ratio of consecutive rates, ``"linear"`` for a constant difference.
-        early_stop_threshold: end when the smoothed loss exceeds its minimum by this factor; None: do not.
-    """
+    """The learning rates that a range test tries; see ``Trainer.find_lr``."""
 
     min_lr: float = 1e-8
     max_lr: float = 1.0
@@ -190,16 +182,7 @@ def run_range_test(
     loaders: Any,
     datamodule: DataModule | None,
 ) -> LearningRates:
-    """Train a copy of a module in a Trainer of its own, which writes nothing; return the losses. Collective.
-
-    Args:
-        new_trainer: returns a Trainer, given its arguments.
-        requested: the arguments of the Trainer that was asked.
-        test: the learning rates.
-        module: the module.
-        loaders: the training loaders, or None.
-        datamodule: provides the loaders instead.
-    """
+    """Train a copy of a module as ``trial_fit`` does, which has the other arguments; return the losses. Collective."""
     recorder = RangeTest(test)
     trial_fit(new_trainer, requested, module, loaders, datamodule, recorder, max_steps=test.num_training)
     return LearningRates(recorder.results)
