@@ -17,15 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from ..core.errors import CheckpointError, did_you_mean
-from .safetensors_header import (
-    ITEM_BYTES,
-    MAX_HEADER_BYTES,
-    RESERVED_NAME,
-    FileRecord,
-    PlainFile,
-    byte_size,
-    distinct,
-)
+from .safetensors_header import ITEM_BYTES, MAX_HEADER_BYTES, RESERVED_NAME, FileRecord, PlainFile, byte_size, distinct
 
 JSON: TypeAlias = Any
 """None, bool, int, finite float, str, and lists and string-keyed dicts of them."""

@@ -21,19 +21,7 @@ from ..storage.cached_url import local_place, url_of
 from ..storage.mirror import refreshed
 from ..storage.remote_file import RemoteFile, download_file, whole_file
 from . import codec
-from .manifest import (
-    JSON,
-    MODEL,
-    RANKS,
-    STATE,
-    Box,
-    Manifest,
-    Part,
-    TensorRecord,
-    is_flat,
-    parse_json,
-    read_manifest,
-)
+from .manifest import JSON, MODEL, RANKS, STATE, Box, Manifest, Part, TensorRecord, is_flat, parse_json, read_manifest
 from .safetensors_header import CHUNK_BYTES, PlainFile, open_tensor_file
 from .safetensors_io import DTYPES, bytes_of
 from .verify import problems_of, was_replaced
