@@ -17,13 +17,12 @@ from ..memory.memory_plan import largest_micro_batch
 from .trial_fit import trial_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from ..api.data_module import DataModule
     from ..api.train_module import TrainModule
     from ..core.precision import Precision
     from ..memory.memory_plan import MemoryPlan
-    from .settings import TrainerSettings
+    from .session import Session, StageRequest
 
 MODES = ("binsearch", "power")
 
@@ -205,19 +204,14 @@ def start_of_search(
 
 
 def run_batch_size_search(
-    new_trainer: Callable[..., Any],
-    requested: TrainerSettings,
-    test: BatchSizeTest,
-    first: int,
-    samples: int,
-    ranks: int,
-    module: TrainModule,
-    loaders: Any,
-    datamodule: DataModule | None,
+    session: Session, request: StageRequest, test: BatchSizeTest, first: int, samples: int, ranks: int
 ) -> BatchSizes:
-    """Try sizes by ``trial_fit``, which has the other arguments; return the result. Collective.
+    """Try sizes in Trainers of their own, which write nothing; return the result. Collective.
 
     Args:
+        session: the state of the Trainer that was asked.
+        request: the module and its training data.
+        test: the sizes.
         first: the first size.
         samples: the samples of an epoch over all ranks.
         ranks: the number of parts of the data.
@@ -237,7 +231,7 @@ def run_batch_size_search(
             "max_steps": test.steps_per_trial,
         }
         trial = MicroBatchTrial(size)
-        reached = trial_fit(new_trainer, requested, module, loaders, datamodule, trial, **settings).micro_batch_size
+        reached = trial_fit(session, request, trial, **settings).micro_batch_size
         search.record(size, reached)
         empty_caches()
     return search.result()

@@ -22,13 +22,10 @@ from ..core.optimizer_config import set_learning_rate
 from .trial_fit import trial_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.optim import Optimizer
 
-    from ..api.data_module import DataModule
     from ..api.train_module import TrainModule
-    from .settings import TrainerSettings
+    from .session import Session, StageRequest
 
 MODES = ("exponential", "linear")
 _SMOOTHING = 0.98
@@ -174,15 +171,8 @@ class RangeTest(Callback):
                 set_learning_rate(group, rate)
 
 
-def run_range_test(
-    new_trainer: Callable[..., Any],
-    requested: TrainerSettings,
-    test: LearningRateTest,
-    module: TrainModule,
-    loaders: Any,
-    datamodule: DataModule | None,
-) -> LearningRates:
-    """Train a copy of a module as ``trial_fit`` does, which has the other arguments; return the losses. Collective."""
+def run_range_test(session: Session, request: StageRequest, test: LearningRateTest) -> LearningRates:
+    """Train a copy of a module in a Trainer of its own, which writes nothing; return the losses. Collective."""
     recorder = RangeTest(test)
-    trial_fit(new_trainer, requested, module, loaders, datamodule, recorder, max_steps=test.num_training)
+    trial_fit(session, request, recorder, max_steps=test.num_training)
     return LearningRates(recorder.results)

@@ -414,8 +414,8 @@ class Trainer(RankProperties):
                 f"find_lr reads the loss of each micro-batch before its backward pass, and strategy={strategy.name!r} "
                 "runs the passes of a window together: search with strategy='fsdp' or 'ddp' and the same global batch."
             )
-        train_dataloaders, datamodule = self._start_search("find_lr", model, train_dataloaders, datamodule)
-        return run_range_test(type(self), self._session.requested, test, model, train_dataloaders, datamodule)
+        request = self._start_search("find_lr", model, train_dataloaders, datamodule)
+        return run_range_test(self._session, request, test)
 
     @names_arguments
     def find_batch_size(
@@ -456,15 +456,11 @@ class Trainer(RankProperties):
         test.check()
         resources = self.fabric.resources
         check_strategy(resources.strategy, "find_batch_size", "compare short fits")
-        train_dataloaders, datamodule = self._start_search("find_batch_size", model, train_dataloaders, datamodule)
-        request = StageRequest(model, {"train": train_dataloaders}, datamodule)
+        request = self._start_search("find_batch_size", model, train_dataloaders, datamodule)
         plan = plan_memory(self._session, request, None, PlanTarget())
         ranks, name = resources.data_size, plan.chosen if resources.auto else resources.strategy.name
         samples, guess = start_of_search(plan, name, resources.precision, ranks, init_val)
-        first, requested = self._least(guess), self._session.requested
-        return run_batch_size_search(
-            type(self), requested, test, first, samples, ranks, model, train_dataloaders, datamodule
-        )
+        return run_batch_size_search(self._session, request, test, self._least(guess), samples, ranks)
 
     def _least(self, guess: int) -> int:
         """Return the smallest guess of the ranks, since the memory that is free differs between them. Collective."""
@@ -479,8 +475,8 @@ class Trainer(RankProperties):
 
     def _start_search(
         self, name: str, model: TrainModule, train_dataloaders: Any, datamodule: DataModule | None
-    ) -> tuple[Any, DataModule | None]:
-        """Check the arguments of a search, and start the ranks. Return the loaders and the DataModule."""
+    ) -> StageRequest:
+        """Check the arguments of a search, and start the ranks."""
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         resources = self.fabric.resources
         check_fit(model, {"train": train_dataloaders}, datamodule, self.settings, resources)
@@ -501,7 +497,7 @@ class Trainer(RankProperties):
                     f"{name} starts {resources.world_size} ranks by running the script again, and there is none here: "
                     "use devices=1, or a script."
                 )
-        return train_dataloaders, datamodule
+        return StageRequest(model, {"train": train_dataloaders}, datamodule)
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
