@@ -290,7 +290,7 @@ def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
 
 def _data(session: Session, run: Run, request: StageRequest) -> Data:
     shards, kept = session.settings.shards_data, session.records.loaders
-    return Data(run.world, request.module, request.datamodule, request.given, session.seed, shards, kept)
+    return Data(run.world, request, session.seed, shards, kept)
 
 
 def _place_model(

@@ -227,7 +227,8 @@ class Trainer(RankProperties):
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
         model, compilation = self._compilation_of(model)
-        check_fit(model, given, datamodule, self.settings, self.fabric.resources)
+        request = StageRequest(model, given, datamodule, compilation=compilation)
+        check_fit(self._session, request)
         if self.loggers:
             hyperparameters_to_log(model, datamodule)
         for callback in self.callbacks:
@@ -235,7 +236,7 @@ class Trainer(RankProperties):
         check_units(model, self.settings, self.callbacks)
         if (assigned := assigned_run()) is not None and assigned.continues:
             ckpt_path = "auto"
-        request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compilation=compilation)
+        request.ckpt_path = checked_checkpoint_path(ckpt_path)
         request.start_from(pretrained)
         start_stage(self._session, "fit", request)
 
@@ -280,10 +281,10 @@ class Trainer(RankProperties):
         if activation_bytes is not None and not is_count(activation_bytes, 0):
             raise ConfigurationError(f"activation_bytes={activation_bytes!r} must be a number of bytes, 0 or more.")
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
-        given = {"train": train_dataloaders}
         model, _ = compilation_of(model)
-        check_plan(model, given, datamodule, self.fabric.resources, self.settings.shards_data, activation_bytes)
-        return plan_memory(self._session, StageRequest(model, given, datamodule), activation_bytes, target)
+        request = StageRequest(model, {"train": train_dataloaders}, datamodule)
+        check_plan(self._session, request, activation_bytes)
+        return plan_memory(self._session, request, activation_bytes, target)
 
     @names_arguments
     def validate(
@@ -362,9 +363,10 @@ class Trainer(RankProperties):
             raise ConfigurationError(f"Trainer.{stage} was given no model, and none was fitted before: pass model=...")
         if datamodule is None and model is None:
             datamodule = self.datamodule
-        given = {stage: dataloaders}
-        check_evaluation(stage, module, given, datamodule, self.fabric.resources, self.settings.shards_data)
-        return StageRequest(module, given, datamodule, checked_checkpoint_path(ckpt_path), compilation=compilation)
+        request = StageRequest(module, {stage: dataloaders}, datamodule, compilation=compilation)
+        check_evaluation(self._session, stage, request)
+        request.ckpt_path = checked_checkpoint_path(ckpt_path)
+        return request
 
     def _compilation_of(self, model: Any) -> tuple[Any, Compilation | None]:
         """Return the module in the result of ``torch.compile`` with its compilation; another one with None."""
@@ -479,7 +481,8 @@ class Trainer(RankProperties):
         """Check the arguments of a search, and start the ranks."""
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         resources = self.fabric.resources
-        check_fit(model, {"train": train_dataloaders}, datamodule, self.settings, resources)
+        request = StageRequest(model, {"train": train_dataloaders}, datamodule)
+        check_fit(self._session, request)
         if not model.automatic_optimization:
             raise ConfigurationError(
                 f"{name} tries optimizer steps, and with automatic_optimization = False training_step decides when to "
@@ -497,7 +500,7 @@ class Trainer(RankProperties):
                     f"{name} starts {resources.world_size} ranks by running the script again, and there is none here: "
                     "use devices=1, or a script."
                 )
-        return StageRequest(model, {"train": train_dataloaders}, datamodule)
+        return request
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
