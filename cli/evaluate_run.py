@@ -41,7 +41,7 @@ _GOES_ON = ("running", "silent")
 
 def evaluate_checkpoints(given: argparse.Namespace) -> int:
     """Evaluate the checkpoints that have no results yet, and with ``--watch`` those to come; return the exit code."""
-    directory = find_run(given.given_run, Path())
+    directory = find_run(given.given_run)
     if (given.tasks is None) == (given.function is None):
         raise ConfigurationError("give --tasks FILE or --function MODULE:NAME.")
     if not given.interval > 0:

@@ -63,7 +63,7 @@ def watch_run(given: argparse.Namespace) -> int:
     """Show a run while it trains; return the exit code."""
     if not given.interval >= LEAST_INTERVAL_SECONDS:
         given.parser.error(f"--interval {given.interval:g}: give {LEAST_INTERVAL_SECONDS} seconds or more")
-    directory = find_run(given.given_run, Path())
+    directory = find_run(given.given_run)
     try:
         if given.once or given.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
             _print_views(directory, given)
