@@ -38,7 +38,7 @@ def _run_of(given: str) -> RunFiles | None:
     if path.exists():
         return RunFiles(path) if is_run(path) else None
     try:
-        return RunFiles(find_run(given, Path()))
+        return RunFiles(find_run(given))
     except ConfigurationError:
         return None
 
@@ -99,7 +99,7 @@ def verify_checkpoints(given: argparse.Namespace) -> int:
 def list_checkpoints(given: argparse.Namespace) -> int:
     """Print the checkpoints of a run or a directory; return the exit code."""
     if given.path is None:
-        given.path = shown_path(find_run(None, Path()))
+        given.path = shown_path(find_run(None))
     files = _run_of(given.path)
     folders = [Path(given.path)] if files is None else _folders_of(files)
     found = [one for folder in folders for one in library.checkpoints(folder, verify=given.verify)]

@@ -6,13 +6,12 @@ import argparse
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..framework.checkpoint.deletion import remove
-from ..framework.checkpoint.inspection import candidates, furthest
+from ..framework.checkpoint.inspection import furthest, good_manifests
 from ..framework.checkpoint.manifest import Manifest, read_manifest, run_of
 from ..framework.core.errors import CheckpointError, ConfigurationError, StorageError
 from ..framework.core.intervals import seconds_of
@@ -67,14 +66,12 @@ def _old_checkpoints(
 ) -> Iterator[tuple[RunDirectory, list[Old]]]:
     """Yield each run that has checkpoints beyond its newest ones and its best, with these."""
     for path in runs:
-        files, found = RunFiles(path), list[tuple[Manifest, Path]]()
-        for place in (each for folder in dict.fromkeys(files.checkpoint_directories) for each in candidates(folder)):
-            try:
-                manifest = read_manifest(place)
-            except CheckpointError:
-                continue
-            if run_of(manifest) == files.identity:
-                found.append((manifest, place))
+        files = RunFiles(path)
+        found = [
+            (manifest, place)
+            for place, manifest in good_manifests(files.checkpoint_directories)
+            if run_of(manifest) == files.identity
+        ]
         found.sort(key=lambda each: furthest(each[0]), reverse=True)
         # last.ckpt and the checkpoint that was saved with it are one.
         states = list(dict.fromkeys(manifest.checksum for manifest, _ in found))
@@ -101,11 +98,9 @@ def _old_runs(runs: Sequence[Path], keep_last: int | None, before: float) -> Ite
     for path in runs:
         number = seen[path.parent] = seen.get(path.parent, 0) + 1
         files, seen_at, size = RunFiles(path), list[float](), 0
-        for place in (each for folder in path.rglob("checkpoints") for each in candidates(folder)):
-            with suppress(CheckpointError):
-                manifest = read_manifest(place)
-                seen_at.append(manifest.saved_at)
-                size += sum(record.size for record in manifest.files.values())
+        for _, manifest in good_manifests(path.rglob("checkpoints")):
+            seen_at.append(manifest.saved_at)
+            size += sum(record.size for record in manifest.files.values())
         seen_at += [attempt.seen for attempt in files.events.attempts]
         # Of a run in a bucket, files have the time at which they were downloaded.
         changed = max(seen_at, default=path.stat().st_mtime)

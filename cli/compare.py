@@ -20,7 +20,7 @@ _LEAST_COLUMN = 16
 
 def compare_runs(given: argparse.Namespace) -> int:
     """Print two runs side by side; return the exit code."""
-    directories = [find_run(each, Path()) for each in (given.first, given.second)]
+    directories = [find_run(each) for each in (given.first, given.second)]
     reports = [build_report(RunFiles(directory)) for directory in directories]
     found = compare_reports(*reports)
     if given.out is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.wording import counted
@@ -15,7 +14,7 @@ from .terminal_text import say_json, say_wrapped
 
 def show_data(given: argparse.Namespace) -> int:
     """Print what each rank has read; return the exit code."""
-    directory = find_run(given.given_run, Path())
+    directory = find_run(given.given_run)
     by_step = (given.step is not None, given.epoch is not None, given.batch is not None)
     if by_step not in ((True, False, False), (False, True, True)):
         raise ConfigurationError("give --step N, or --epoch E and --batch B.")

@@ -11,14 +11,7 @@ from ..framework.core.errors import ConfigurationError
 from ..framework.system.provenance import provenance
 from .commands import CHECK_FAILED
 from .host_checks import check_hosts, parse_hosts
-from .machine_checks import (
-    check_gpu_health,
-    check_limits,
-    check_network,
-    check_ranks,
-    check_software,
-    check_storage,
-)
+from .machine_checks import check_gpu_health, check_limits, check_network, check_ranks, check_software, check_storage
 from .terminal_text import painted, say_fitted, say_json, say_wrapped
 from .torch_checks import check_deepspeed, check_gpus, time_reduction
 

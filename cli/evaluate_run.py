@@ -15,8 +15,8 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from ..framework.api.train_module import TrainModule
-from ..framework.checkpoint.inspection import candidates, furthest
-from ..framework.checkpoint.manifest import Manifest, read_manifest, run_of
+from ..framework.checkpoint.inspection import furthest, good_manifests
+from ..framework.checkpoint.manifest import Manifest, run_of
 from ..framework.checkpoint.reader import open_checkpoint
 from ..framework.checkpoint.safetensors_export import validated_average
 from ..framework.checkpoint.verify import first_incomplete, verify
@@ -30,6 +30,7 @@ from ..framework.report.evaluations import Evaluation, add_evaluation, current, 
 from ..framework.report.finding import find_run, shown_path
 from ..framework.report.finish import amend_report
 from ..framework.report.run_files import RunFiles
+from ..framework.report.values import mapping
 from ..framework.storage.mirror import refresh_cached
 from ..framework.trainer.trainer import Trainer
 from .terminal_text import say_json, say_wrapped, shown_number
@@ -40,7 +41,7 @@ _GOES_ON = ("running", "silent")
 
 def evaluate_checkpoints(given: argparse.Namespace) -> int:
     """Evaluate the checkpoints that have no results yet, and with ``--watch`` those to come; return the exit code."""
-    directory = find_run(given.given_run, Path())
+    directory = find_run(given.given_run)
     if (given.tasks is None) == (given.function is None):
         raise ConfigurationError("give --tasks FILE or --function MODULE:NAME.")
     if not given.interval > 0:
@@ -181,11 +182,7 @@ class RunEvaluator:
         """Return the complete checkpoints of the run in the order of their steps."""
         refresh_cached(self.directory)
         files, found = RunFiles(self.directory), []
-        for path in (path for folder in dict.fromkeys(files.checkpoint_directories) for path in candidates(folder)):
-            try:
-                manifest = read_manifest(path)
-            except CheckpointError:
-                continue
+        for path, manifest in good_manifests(files.checkpoint_directories):
             step, is_own = furthest(manifest)[0], run_of(manifest) in (None, files.identity)
             if step >= 0 and is_own and first_incomplete(path, manifest) is None:
                 found.append((step, path, manifest))
@@ -245,8 +242,7 @@ def _class_in(manifest: Manifest) -> type[TrainModule]:
     Raises:
         ConfigurationError: it was defined in the script that was run, or cannot be imported.
     """
-    document = manifest.document if isinstance(manifest.document, dict) else {}
-    home, _, name = str(document.get("module", "")).rpartition(".")
+    home, _, name = str(mapping(manifest.document).get("module", "")).rpartition(".")
     search_working_directory()
     try:
         found: type[TrainModule] = getattr(import_module(home), name)
@@ -261,6 +257,5 @@ def _class_in(manifest: Manifest) -> type[TrainModule]:
 
 
 def _progress_in(manifest: Manifest) -> dict[str, Any]:
-    document = manifest.document if isinstance(manifest.document, dict) else {}
-    progress = document.get("progress")
+    progress = mapping(manifest.document).get("progress")
     return progress if isinstance(progress, dict) else Progress().state_dict()

@@ -61,7 +61,7 @@ def _checkpoint(given: str) -> Path:
     """
     if library.is_complete(given):
         return Path(given)
-    directory = find_run(given, Path())
+    directory = find_run(given)
     report = build_report(RunFiles(directory))
     newest = report["resume_from"]
     for path in (report["best_checkpoint"], report["last_checkpoint"], newest and newest["path"]):

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..framework.report.finding import find_run, shown_path
@@ -19,7 +18,7 @@ from .terminal_text import say
 def serve_metrics(given: argparse.Namespace) -> int:
     """Serve the values of a run until the command is ended, or print them once; return the exit code."""
     check_endpoint("metrics", given.port, given.addr)
-    directory = find_run(given.given_run, Path())
+    directory = find_run(given.given_run)
     read = partial(values_of_files, directory)
     if given.once:
         sys.stdout.write(exposition(read))

@@ -29,7 +29,7 @@ _STEPS = re.compile(r"(\d+)(?::(\d+))?$")
 
 def rewind_run(given: argparse.Namespace) -> int:
     """Go back, and print what the next fit does; return the exit code."""
-    path = find_run(given.given_run, Path())
+    path = find_run(given.given_run)
     skipped = [_steps(text) for text in given.skip]
     if given.to is None and not skipped:
         raise ConfigurationError("give --to N, --skip A:B, or both.")

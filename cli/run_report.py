@@ -24,7 +24,7 @@ _MOST_METRICS, _MOST_CHECKPOINTS = 8, 3
 
 def show_report(given: argparse.Namespace) -> int:
     """Print the report of a run and write its page; return the exit code."""
-    directory = find_run(given.given_run, Path())
+    directory = find_run(given.given_run)
     report = build_report(RunFiles(directory))
     page = _write_page(report, directory, given.out)
     if given.json:

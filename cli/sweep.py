@@ -37,7 +37,7 @@ from .programs import (
 )
 from .recorded import recorded_value
 from .search_space import grid, parse_search
-from .sweep_study import SweepStudy
+from .sweep_study import NAME, SweepStudy
 from .terminal_text import fitted_table, say, say_fitted, say_json, say_wrapped, shown_number, state_color
 
 ROOT, IDENTITY, PAGE, OUTPUT = "phalanx_sweeps", "sweep.json", "sweep.html", "output.log"
@@ -172,7 +172,7 @@ class _Sweep:
         pruning = None
         if self.pruner is not None:
             pruning = {
-                "journal": os.path.abspath(study.journal), "study": study.name, "number": trial.number,
+                "journal": os.path.abspath(study.journal), "study": NAME, "number": trial.number,
                 "pruner": self.pruner, "monitor": self.metric,
             }  # fmt: skip
         return AssignedRun(os.path.abspath(self.directory), f"trial-{trial.number}", continues, pruning=pruning)

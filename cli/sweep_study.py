@@ -38,7 +38,6 @@ class SweepStudy:
     mode: str
     sampler: str
     seed: int
-    name: str = NAME
     _storage: JournalStorage = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +51,7 @@ class SweepStudy:
                 file.truncate(lines.size)
         self._storage = JournalStorage(JournalFileBackend(str(self.journal)))
         self._study = optuna.create_study(
-            study_name=self.name, storage=self._storage, direction=self._direction, load_if_exists=True
+            study_name=NAME, storage=self._storage, direction=self._direction, load_if_exists=True
         )
 
     @property
@@ -78,7 +77,7 @@ class SweepStudy:
         if number < len(known):
             return known[number]
         proposed = self._proposed(number, known)
-        identity = self._storage.get_study_id_from_name(self.name)
+        identity = self._storage.get_study_id_from_name(NAME)
         self._storage.create_new_trial(identity, proposed)
         return self.trials[number]
 
@@ -91,18 +90,11 @@ class SweepStudy:
     def _proposed(self, number: int, known: list[FrozenTrial]) -> FrozenTrial:
         if self.sampler == "grid":
             parameters = grid(self.space)[number]
-            return _running(optuna.trial.create_trial(
-                state=TrialState.RUNNING, params=parameters, distributions=self.space
-            ))  # fmt: skip
+            return optuna.trial.create_trial(state=TrialState.RUNNING, params=parameters, distributions=self.space)
         # A sampler that had drawn numbers for the trials before would be in a state that no file has.
         seed = mix_seed(self.seed, number) % (1 << 32)
         kinds = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
         memory = optuna.create_study(direction=self._direction, sampler=kinds[self.sampler](seed=seed))
         memory.add_trials(known)
         memory.ask(self.space)
-        return _running(memory.get_trials(deepcopy=False)[-1])
-
-
-def _running(trial: FrozenTrial) -> FrozenTrial:
-    assert trial.state == TrialState.RUNNING
-    return trial
+        return memory.get_trials(deepcopy=False)[-1]

@@ -11,7 +11,6 @@ import termios
 import time
 import tty
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..framework.core.size_text import size_text
@@ -34,21 +33,18 @@ _LIVE = ("running", "silent")
 class Keys:
     """A context in which the terminal passes each key on at once. Its modes are restored on exit."""
 
-    def __init__(self) -> None:
-        self._descriptor = sys.stdin.fileno()
-        self._before: list[Any] | None = None
-
     def __enter__(self) -> Keys:
+        self._descriptor = sys.stdin.fileno()
         self._before = termios.tcgetattr(self._descriptor)
         # Ctrl-C still raises KeyboardInterrupt.
         tty.setcbreak(self._descriptor)
         self.draw(_SECOND_SCREEN)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.draw(_FIRST_SCREEN)
+        termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 
     def draw(self, text: str) -> None:
         """Write text to the terminal at once."""
@@ -62,20 +58,12 @@ class Keys:
             return ""
         return os.read(self._descriptor, 1).decode("ascii", "replace").lower() or "q"
 
-    def close(self) -> None:
-        """Show the first screen again, with the terminal's own modes."""
-        if self._before is not None:
-            before, self._before = self._before, None
-            with contextlib.suppress(OSError, ValueError):
-                self.draw(_FIRST_SCREEN)
-            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, before)
-
 
 def watch_run(given: argparse.Namespace) -> int:
     """Show a run while it trains; return the exit code."""
     if not given.interval >= LEAST_INTERVAL_SECONDS:
         given.parser.error(f"--interval {given.interval:g}: give {LEAST_INTERVAL_SECONDS} seconds or more")
-    directory = find_run(given.given_run, Path())
+    directory = find_run(given.given_run)
     try:
         if given.once or given.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
             _print_views(directory, given)
@@ -108,16 +96,12 @@ def _print_views(directory: Path, given: argparse.Namespace) -> None:
 def _show_live(directory: Path, interval: float) -> None:
     """Redraw the view on the terminal's second screen; the last one stays on the first."""
     with Keys() as keys:
-        lines: list[str] = []
-        try:
-            while True:
-                report = build_report(RunFiles(directory))
-                lines = view(report, directory)
-                keys.draw(_CLEAR + "\r\n".join([*lines, painted("q ends the view, not the run", "faint")]))
-                if report["state"] not in _LIVE or keys.wait(interval) == "q":
-                    break
-        finally:
-            keys.close()
+        while True:
+            report = build_report(RunFiles(directory))
+            lines = view(report, directory)
+            keys.draw(_CLEAR + "\r\n".join([*lines, painted("q ends the view, not the run", "faint")]))
+            if report["state"] not in _LIVE or keys.wait(interval) == "q":
+                break
     print("\n".join(lines))
 
 

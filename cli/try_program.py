@@ -87,7 +87,7 @@ def try_program(given: argparse.Namespace) -> int:
         Preempted: this process was asked to end.
     """
     trial = _Trial.of(given)
-    against = None if given.against is None else find_run(given.against, Path())
+    against = None if given.against is None else find_run(given.against)
     configuration = trial.configuration
     earlier = _best(_groups(trial, configuration, against), trial.mode)
     if against is not None and earlier is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
@@ -19,7 +18,7 @@ _MOST_LINES = 3
 
 def explain_run(given: argparse.Namespace) -> int:
     """Print why a run ended; return the exit code."""
-    directory = find_run(given.given_run, Path())
+    directory = find_run(given.given_run)
     report = build_report(RunFiles(directory))
     if given.json:
         say_json({"schema": report["schema"], **{name: report[name] for name in _KEYS}, "problems": report["problems"]})

@@ -22,7 +22,8 @@ class ImportRewriter:
     def __init__(self, source: Source, found: list[Binding], outcome: Outcome, keeps_names: bool) -> None:
         self._source, self._outcome, self._keeps_names = source, outcome, keeps_names
         self._lines: dict[cst.CSTNode, set[str]] = {}
-        self._new_names: dict[str, str] = {}
+        self.new_names: dict[str, str] = {}
+        """The names of the file that were replaced, for annotations that are strings."""
         statements: dict[cst.Import | cst.ImportFrom, list[Binding]] = {}
         for binding in found:
             statements.setdefault(binding.statement, []).append(binding)
@@ -124,7 +125,7 @@ class ImportRewriter:
         taken = new in self._source.identifiers or old in self._source.identifiers or self._keeps_names
         if taken or _is_imported(self._source, new, binding):
             return old
-        self._new_names[old] = new
+        self.new_names[old] = new
         for node, path in binding.uses:
             if isinstance(node, cst.Name) and path == binding.path:
                 self._outcome.replace(self._source.span(node), new, self._source.line(node))
@@ -165,11 +166,6 @@ class ImportRewriter:
             return
         separator = self._source.tree.default_newline + self._source.indentation(statement) if is_alone else "; "
         self._outcome.replace(span, separator.join(new or ["pass"]), line)
-
-    @property
-    def new_names(self) -> dict[str, str]:
-        """The names of the file that were replaced, for annotations that are strings."""
-        return self._new_names
 
 
 def _module_imports(modules: Iterable[str]) -> list[str]:

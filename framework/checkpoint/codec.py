@@ -195,18 +195,13 @@ class _Encoder:
         return key
 
 
-def _complex(value: complex) -> JSON:
-    parts = [_Encoder(None).value(part, ()) for part in (value.real, value.imag)]
-    return {TAG: "complex", "value": parts}
-
-
 def _path(value: pathlib.PurePath) -> JSON:
     name = "Path" if isinstance(value, pathlib.Path) else type(value).__name__
     return {TAG: "path", "type": name, "value": str(value)}
 
 
 _LEAVES: dict[type, Callable[[Any], JSON]] = {
-    complex: _complex,
+    complex: lambda value: {TAG: "complex", "value": _Encoder(None).items((value.real, value.imag), ())},
     torch.dtype: lambda value: {TAG: "dtype", "value": _dtype_name(value)},
     torch.device: lambda value: {TAG: "device", "value": str(value)},
     range: lambda value: {TAG: "range", "value": [value.start, value.stop, value.step]},

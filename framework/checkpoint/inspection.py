@@ -240,26 +240,38 @@ def newest_complete(
     Raises:
         StorageError: a directory cannot be listed.
     """
-    for path, manifest in _furthest_first(directories, lambda _: None, preferred):
+    for path, manifest in _furthest_first(directories, preferred=preferred):
         if manifest.nonfinite is None and refuse(manifest) is None and first_incomplete(path, manifest) is None:
             return path
     return None
 
 
 def _furthest_first(
-    directories: Iterable[Path], note: Callable[[str], None], preferred: Path | None = None
+    directories: Iterable[Path], note: Callable[[str], None] = lambda _: None, preferred: Path | None = None
 ) -> list[tuple[Path, Manifest]]:
     """Return the checkpoints in directories that have a good manifest, sorted by progress, the furthest first.
 
     ``preferred`` precedes those of equal progress. ``note`` is called for each without a good manifest.
     """
-    found = []
-    for path in (path for each in directories for path in candidates(each)):
+    found = good_manifests(directories, note)
+    return sorted(found, key=lambda each: (*furthest(each[1]), each[0] == preferred), reverse=True)
+
+
+def good_manifests(
+    directories: Iterable[Path], note: Callable[[str], None] = lambda _: None
+) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the checkpoints in directories that have a good manifest, with it. ``note`` is called for each other one.
+
+    Raises:
+        StorageError: a directory cannot be listed.
+    """
+    for path in (path for each in dict.fromkeys(directories) for path in candidates(each)):
         try:
-            found.append((path, read_manifest(path)))
+            manifest = read_manifest(path)
         except CheckpointError as error:
             note(f"Skipped {path.name}: {error}")
-    return sorted(found, key=lambda each: (*furthest(each[1]), each[0] == preferred), reverse=True)
+        else:
+            yield path, manifest
 
 
 def candidates(directory: Path) -> Iterator[Path]:
@@ -282,10 +294,8 @@ def candidates(directory: Path) -> Iterator[Path]:
 
 def furthest(manifest: Manifest) -> tuple[int, int, float]:
     """Return the progress of a checkpoint to compare it by: optimizer steps, batches, and the time of saving."""
-    document = manifest.document if isinstance(manifest.document, dict) else {}
-    progress = document.get("progress")
-    counts = progress if isinstance(progress, dict) else {}
-    step, batch = counts.get("global_step"), counts.get("batch", counts.get("global_batch"))
+    progress = _dict(_dict(manifest.document).get("progress"))
+    step, batch = progress.get("global_step"), progress.get("batch", progress.get("global_batch"))
     return (
         step if isinstance(step, int) else -1,
         batch if isinstance(batch, int) else -1,

@@ -17,15 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from ..core.errors import CheckpointError, did_you_mean
-from .safetensors_header import (
-    ITEM_BYTES,
-    MAX_HEADER_BYTES,
-    RESERVED_NAME,
-    FileRecord,
-    PlainFile,
-    byte_size,
-    distinct,
-)
+from .safetensors_header import ITEM_BYTES, MAX_HEADER_BYTES, RESERVED_NAME, FileRecord, PlainFile, byte_size, distinct
 
 JSON: TypeAlias = Any
 """None, bool, int, finite float, str, and lists and string-keyed dicts of them."""
@@ -107,14 +99,6 @@ class Manifest:
         """The tensors of the model that the checkpoint leaves out, by name."""
         model = self.sections.get(MODEL, {})
         return {name: one for name, one in model.items() if isinstance(one, TensorRecord) and one.fingerprint}
-
-
-def left_out_message(path: object, name: str, count: int) -> str:
-    """Return the sentence about a tensor that is to be read, and that the checkpoint leaves out."""
-    return (
-        f"{str(path)!r} leaves out {name!r}, one of {count} frozen weights that it does not contain: load it into a "
-        "module that is built with the same base, with load_from_checkpoint or ckpt_path=."
-    )
 
 
 def dump(manifest: Manifest) -> bytes:

@@ -24,8 +24,8 @@ from ..core.errors import CheckpointError, StorageError
 from ..distributed.rendezvous import destroy_group
 from ..distributed.world import World
 from ..system.atomic_files import write_synced
-from .inspection import candidates, furthest
-from .manifest import MANIFEST, Manifest, parse_at, read_manifest, read_manifest_bytes
+from .inspection import furthest, good_manifests
+from .manifest import MANIFEST, Manifest, parse_at, read_manifest_bytes
 from .verify import bad_files, problems_of
 
 _PIECE_BYTES = 16 * 2**20
@@ -195,11 +195,7 @@ def gather_newest(world: World, nodes: NodeFolders, note: Callable[[str], None])
 def _held(folder: Path) -> list[_Held]:
     """Return what is left of the checkpoints in a folder."""
     found = []
-    for path in candidates(folder) if folder.is_dir() else ():
-        try:
-            manifest = read_manifest(path)
-        except CheckpointError:
-            continue
+    for path, manifest in good_manifests([folder] if folder.is_dir() else ()):
         there = [name for name in manifest.files if (path / name).exists()]
         bad = bad_files(path, manifest, there)
         found.append(_Held(path.name, manifest.checksum, furthest(manifest), frozenset(there) - bad))

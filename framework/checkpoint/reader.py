@@ -21,20 +21,7 @@ from ..storage.cached_url import local_place, url_of
 from ..storage.mirror import refreshed
 from ..storage.remote_file import RemoteFile, download_file, whole_file
 from . import codec
-from .manifest import (
-    JSON,
-    MODEL,
-    RANKS,
-    STATE,
-    Box,
-    Manifest,
-    Part,
-    TensorRecord,
-    is_flat,
-    left_out_message,
-    parse_json,
-    read_manifest,
-)
+from .manifest import JSON, MODEL, RANKS, STATE, Box, Manifest, Part, TensorRecord, is_flat, parse_json, read_manifest
 from .safetensors_header import CHUNK_BYTES, PlainFile, open_tensor_file
 from .safetensors_io import DTYPES, bytes_of
 from .verify import problems_of, was_replaced
@@ -202,7 +189,11 @@ class Checkpoint:
         Other files are not opened: there is one per writing rank, and each rank of a run reads only its own part.
         """
         if record.fingerprint is not None:
-            raise CheckpointError(left_out_message(self.path, name, len(self.left_out)))
+            raise CheckpointError(
+                f"{str(self.path)!r} leaves out {name!r}, one of {len(self.left_out)} frozen weights that it does not "
+                "contain: load it into a module that is built with the same base, with load_from_checkpoint or "
+                "ckpt_path=."
+            )
         for part in touched:
             if part.file not in self._seen:
                 self._file(part.file)

@@ -25,28 +25,30 @@ MAX_HEADER_BYTES = 100_000_008
 """The longest header, its length included, that readers of safetensors take."""
 RESERVED_NAME = "__metadata__"
 
-ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-    "C64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "F8_E8M0": 1,
+# By the format's code of a dtype: torch's name of it, and the bytes of an element.
+_DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+    "C64": ("complex64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
 }
-"""The bytes of an element, by the format's code of its dtype."""
+TORCH_NAMES = {code: name for code, (name, _) in _DTYPES.items()}
+ITEM_BYTES = {code: size for code, (_, size) in _DTYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..core.errors import ConfigurationError
 from ..core.torch_versions import existing_dtypes
 from ..system.atomic_files import begin_sync, reserve
 from .host_memory import HostPieces
-from .safetensors_header import CHUNK_BYTES, FileRecord, Segment, header_of
+from .safetensors_header import CHUNK_BYTES, TORCH_NAMES, FileRecord, Segment, header_of
 
 # Small enough that little is left for the final sync, large enough for long writes to the disk.
 _SYNC_BYTES = 8 << 20
@@ -66,30 +66,9 @@ class StreamedFile:
         self._file.close()
 
 
-_CODES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
 # A torch that lacks one of them cannot hold such a tensor either.
-_EXISTING = existing_dtypes(_CODES.values())
-DTYPES: dict[str, torch.dtype] = {code: _EXISTING[name] for code, name in _CODES.items() if name in _EXISTING}
+_EXISTING = existing_dtypes(TORCH_NAMES.values())
+DTYPES: dict[str, torch.dtype] = {code: _EXISTING[name] for code, name in TORCH_NAMES.items() if name in _EXISTING}
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 
 

@@ -14,13 +14,6 @@ if TYPE_CHECKING:
     from .node_folders import NodeFolders
 
 
-def _nothing(error: PhalanxError | None) -> None: ...
-
-
-def _delete_none(deletion: BackgroundDeletion) -> list[str]:
-    return []
-
-
 @dataclass
 class SaveRequest:
     """One save of a run, and the actions that follow it."""
@@ -41,10 +34,10 @@ class SaveRequest:
     thread."""
     nodes: NodeFolders | None = None
     """See ``writer.save``."""
-    prune: Callable[[BackgroundDeletion], list[str]] = _delete_none
+    prune: Callable[[BackgroundDeletion], list[str]] = lambda deletion: []
     """Called on rank 0 once the checkpoint is published, possibly on another thread: deletes older ones. Returns lines
     for the console."""
-    on_done: Callable[[PhalanxError | None], None] = _nothing
+    on_done: Callable[[PhalanxError | None], None] = lambda error: None
     """Called on every rank, on the training thread, with the error of a failed save or None."""
     step: int = 0
     """The optimizer step at which the run was captured."""

@@ -46,22 +46,19 @@ def was_replaced(path: str | os.PathLike[str], manifest: Manifest) -> bool:
 
 def problems_of(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[str]) -> list[str]:
     """Read every byte of some of a checkpoint's files and return a list of problems, one sentence each."""
-    expected = _expected_headers(manifest, files)
-    return [
-        problem
-        for name in expected
-        for problem in _file_problems(Path(path) / name, manifest.files[name], expected[name])
-    ]
+    return [problem for _, problem in _problems(Path(path), manifest, files)]
 
 
 def bad_files(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[str]) -> set[str]:
     """Read every byte of some of a checkpoint's files and return the names of those that are damaged."""
-    expected = _expected_headers(manifest, files)
-    return {
-        name
-        for name in expected
-        if any(True for _ in _file_problems(Path(path) / name, manifest.files[name], expected[name]))
-    }
+    return {name for name, _ in _problems(Path(path), manifest, files)}
+
+
+def _problems(path: Path, manifest: Manifest, files: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name of the file and a sentence for each problem of some files."""
+    for name, expected in _expected_headers(manifest, files).items():
+        for problem in _file_problems(path / name, manifest.files[name], expected):
+            yield name, problem
 
 
 @names_arguments

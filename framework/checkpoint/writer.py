@@ -89,15 +89,7 @@ def save(
         StorageError: a rank could not write. A previous checkpoint at ``path`` is unchanged.
     """
     pending = Save(
-        path,
-        contents,
-        world,
-        sharded,
-        also=also,
-        finite=finite,
-        given_up=given_up,
-        deletion=deletion,
-        nodes=nodes,
+        path, contents, world, sharded, also=also, finite=finite, given_up=given_up, deletion=deletion, nodes=nodes
     )
     try:
         pending.begin()

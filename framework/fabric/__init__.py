@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING
 from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
-    from .contents import (
-        contents_of as contents_of,
-        parameter_names as parameter_names,
-        snapshot_of as snapshot_of,
-    )
+    from .contents import contents_of as contents_of, parameter_names as parameter_names, snapshot_of as snapshot_of
     from .loading import compare as compare, restore as restore
     from .weight_files import publish_weights as publish_weights, read_weights as read_weights
 

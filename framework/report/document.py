@@ -15,7 +15,7 @@ from .event_log import Attempt
 from .rewinds import rewinds_of
 from .run_files import RunFiles
 from .saved import best_checkpoint, saved_checkpoints
-from .series import OWN_PREFIX, History
+from .series import History, is_logged
 from .values import as_number, text, timestamp, whole
 from .verdicts import explain, went_on
 
@@ -97,7 +97,7 @@ def _outcome(files: RunFiles) -> dict[str, Any]:
         return known
     began = as_number(status.get("began")) or (attempts[-1].began if attempts else 0.0)
     seen = as_number(status.get("updated")) or (attempts[-1].seen if attempts else began)
-    metrics = {name: value for name, value in files.events.history.latest().items() if _is_logged(name)}
+    metrics = {name: value for name, value in files.events.history.latest().items() if is_logged(name)}
     missing: dict[str, Any] = {
         "exit_code": status.get("exit_code"),
         "stopped": status.get("message"),
@@ -126,10 +126,6 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
         else:
             typed[name] = value if isinstance(value, str) else None
     return typed
-
-
-def _is_logged(name: str) -> bool:
-    return name != "epoch" and not name.startswith(OWN_PREFIX)
 
 
 def _progress(files: RunFiles) -> dict[str, Any]:

@@ -29,21 +29,20 @@ def find_runs(root: Path) -> list[Path]:
     return sorted(_below(root), key=lambda path: (_changed(path), str(path)), reverse=True)
 
 
-def find_run(given: str | None, root: Path) -> Path:
-    """Return the directory of a run: the newest below ``root``, or the one that ``given`` refers to.
+def find_run(given: str | None) -> Path:
+    """Return the directory of a run: the newest below the working directory, or the one that ``given`` refers to.
 
     Args:
         given: the path of a run or of a file in it, a directory of runs, of which the newest is taken, or the last
             parts of a run's path: ``phalanx_logs/version_3``, ``version_3`` or ``3``.
-        root: where to search.
 
     Raises:
         ConfigurationError: there is no such run; the message has the closest name.
     """
     if given is None:
-        found = find_runs(root)
+        found = find_runs(Path())
         if not found:
-            raise ConfigurationError(f"There is no run below {str(root)!r}: give the directory of a run.")
+            raise ConfigurationError("There is no run below '.': give the directory of a run.")
         return found[0]
     path = Path(given)
     if is_run(path):
@@ -52,7 +51,7 @@ def find_run(given: str | None, root: Path) -> Path:
         return path.parent
     if path.is_dir() and (below := find_runs(path)):
         return below[0]
-    known = find_runs(root)
+    known = find_runs(Path())
     wanted = (given.strip("/"), f"version_{given}")
     for run in known:
         if any(f"/{run.absolute().as_posix()}".endswith(f"/{name}") for name in wanted):

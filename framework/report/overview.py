@@ -11,7 +11,7 @@ from ..system.run_directory import REPORT
 from .document import finite
 from .evaluations import latest
 from .run_files import RunFiles
-from .series import OWN_PREFIX
+from .series import is_logged
 from .values import as_number, mapping, parsed_time, text, timestamp, whole
 
 # The outcome is at the beginning of a report, one line for each key; the curves follow.
@@ -61,7 +61,7 @@ def overview(directory: Path) -> dict[str, Any]:
         "metrics": {
             name: number
             for name, value in metrics.items()
-            if (number := as_number(value)) is not None and name != "epoch" and not name.startswith(OWN_PREFIX)
+            if (number := as_number(value)) is not None and is_logged(name)
         },
         "strategy": text(resolved.get("strategy")) or None,
         "world_size": whole(resolved.get("world_size")),

@@ -362,7 +362,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<table class="facts">{lines}</table>' if lines else ""
 
 
-_NUMERIC = {"parameters", "share", "frozen", "step", "steps", "size", "time", "value", "exit code of rank 0"}
+_NUMERIC = {"parameters", "share", "frozen", "step", "steps", "size", "time", "value"}
 
 
 def table_of(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -22,7 +22,7 @@ from ..core.errors import ConfigurationError, StorageError
 from ..storage.mirror import refresh_cached
 from .document import run_name
 from .run_files import STATES, RunFiles
-from .series import OWN_PREFIX
+from .series import is_logged
 from .values import as_number, mapping
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def values_of_files(directory: Path) -> RunValues:
     metrics = {
         name: (series.values[-1], series.steps[-1])
         for name, series in files.events.history.series.items()
-        if series.values and name != "epoch" and not name.startswith(OWN_PREFIX)
+        if series.values and is_logged(name)
     }
     outcome = files.outcome
     facts = status_facts(files.status)

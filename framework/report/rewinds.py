@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.inspection import candidates, furthest
+from ..checkpoint.inspection import furthest, good_manifests
 from ..checkpoint.manifest import read_manifest, run_of
 from ..core.data_spans import Span, as_json, from_json
-from ..core.errors import CheckpointError, StorageError
+from ..core.errors import StorageError
 from ..storage.cached_url import url_of
 from ..storage.mirror import before_deletion
 from ..storage.remote_file import download_file
@@ -101,23 +101,15 @@ def add_rewind(directory: Path, folders: Iterable[Path], target: Path, rewind: R
         StorageError: a checkpoint cannot be moved, or the record not be written.
     """
     manifest = read_manifest(target)
-    moved = [_set_aside(path) for path in newer_than(folders, target, run_of(manifest))]
+    newer = [
+        path
+        for path, each in good_manifests(folders)
+        if run_of(each) == run_of(manifest) and furthest(each)[:2] > furthest(manifest)[:2]
+    ]
+    moved = [_set_aside(path) for path in newer]
     record = [each.document() for each in (*rewinds_of(directory), replace(rewind, time=round(time.time(), 3)))]
     write_text(directory / REWINDS, json.dumps({"schema": 1, "rewinds": record}, indent=2) + "\n")
     return moved
-
-
-def newer_than(folders: Iterable[Path], target: Path, identity: object) -> Sequence[Path]:
-    """Return the checkpoints of a run that were saved after one of them."""
-    limit, found = furthest(read_manifest(target))[:2], list[Path]()
-    for path in (path for folder in dict.fromkeys(folders) for path in candidates(folder)):
-        try:
-            manifest = read_manifest(path)
-        except CheckpointError:
-            continue
-        if run_of(manifest) == identity and furthest(manifest)[:2] > limit:
-            found.append(path)
-    return found
 
 
 def _set_aside(path: Path) -> Path:

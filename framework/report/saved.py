@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.inspection import best_recorded, candidates, inspection_of, kind_of, monitored
-from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from ..checkpoint.inspection import best_recorded, candidates, inspection_of, monitored
+from ..checkpoint.manifest import MANIFEST, Manifest, read_manifest, run_of
 from ..checkpoint.verify import first_incomplete
 from ..core.errors import CheckpointError, PhalanxError
 from ..storage.cached_url import local_place
@@ -75,8 +75,7 @@ def _is_complete(path: Path, identity: str | None) -> bool:
 
 def _is_of(manifest: Manifest, identity: str | None) -> bool:
     """Whether a checkpoint was saved by the run with this identity, as far as either is known."""
-    document = manifest.document if isinstance(manifest.document, dict) else {}
-    return identity is None or document.get("run") in (None, identity)
+    return identity is None or run_of(manifest) in (None, identity)
 
 
 def _saved_at(path: Path) -> float:
@@ -106,7 +105,7 @@ def _described(path: Path, identity: str | None) -> dict[str, Any] | None:
     return row | {
         "complete": problem is None,
         "problem": problem,
-        "kind": kind_of(manifest),
+        "kind": found.kind,
         "step": found.step,
         "epoch": found.epoch,
         "metric": None if metric is None else {"name": metric[0], "value": metric[1]},

@@ -21,6 +21,11 @@ THROUGHPUT = f"{OWN_PREFIX}throughput"
 LEARNING_RATE = f"{OWN_PREFIX}learning_rate"
 
 
+def is_logged(name: str) -> bool:
+    """Whether the program logs the values of a name; if not, it is the epoch, or phalanx measures them itself."""
+    return name != "epoch" and not name.startswith(OWN_PREFIX)
+
+
 def rate_name(number: int) -> str:
     """Return the name of the learning rate of an optimizer, given its number."""
     return f"{LEARNING_RATE}-{number}" if number else LEARNING_RATE

@@ -135,7 +135,7 @@ def assemble_fit(session: Session, request: StageRequest, again: Origin | None =
     restore_position(session, loop, data, checkpoint, resume_point)
     run.saver.follow(loop.windows)
     pretrained = _place_model(session, run, request, training=True, checkpoint=checkpoint)
-    _configure_optimizers(run, settings)
+    _configure_optimizers(run)
     # An engine that takes one optimizer steps a form of its own.
     own_step = [] if run.traits.takes_one_optimizer else run.optimizers
     for hint in device_hints(run.world.device, run.precision.compute_dtype == torch.float32, own_step):
@@ -290,7 +290,7 @@ def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
 
 def _data(session: Session, run: Run, request: StageRequest) -> Data:
     shards, kept = session.settings.shards_data, session.records.loaders
-    return Data(run.world, request.module, request.datamodule, request.given, session.seed, shards, kept)
+    return Data(run.world, request, session.seed, shards, kept)
 
 
 def _place_model(
@@ -400,7 +400,7 @@ def _distribute(run: Run, pretrained: LoadPlan | None, training: bool, routed: R
     run.at_end.callback(gather_by(run.module, run.world))
 
 
-def _configure_optimizers(run: Run, settings: Settings) -> None:
+def _configure_optimizers(run: Run) -> None:
     """Call ``configure_optimizers``.
 
     Raises:

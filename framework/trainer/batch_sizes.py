@@ -17,28 +17,19 @@ from ..memory.memory_plan import largest_micro_batch
 from .trial_fit import trial_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from ..api.data_module import DataModule
     from ..api.train_module import TrainModule
     from ..core.precision import Precision
     from ..memory.memory_plan import MemoryPlan
-    from .settings import TrainerSettings
+    from .session import Session, StageRequest
 
 MODES = ("binsearch", "power")
 
 
 @dataclass(frozen=True)
 class BatchSizeTest:
-    """The sizes that a search tries.
-
-    Args:
-        mode: ``"binsearch"`` for the largest size; ``"power"`` for the largest of those that doubling or halving gives.
-        steps_per_trial: optimizer steps of a trial.
-        init_val: the first size; None: the one that the memory plan gives.
-        max_trials: the most sizes to try.
-        max_val: the largest size to try; None: the samples of an epoch of one rank.
-    """
+    """The sizes that a search tries; see ``Trainer.find_batch_size``."""
 
     mode: str = "binsearch"
     steps_per_trial: int = 3
@@ -194,9 +185,6 @@ def start_of_search(
     """Return the samples of an epoch over all ranks, and the first size on this rank.
 
     Args:
-        plan: the memory plan of the fit.
-        strategy: the name of the strategy.
-        precision: the precision.
         ranks: the number of parts of the data.
         init_val: the first size, if it was given.
 
@@ -216,28 +204,17 @@ def start_of_search(
 
 
 def run_batch_size_search(
-    new_trainer: Callable[..., Any],
-    requested: TrainerSettings,
-    test: BatchSizeTest,
-    first: int,
-    samples: int,
-    ranks: int,
-    module: TrainModule,
-    loaders: Any,
-    datamodule: DataModule | None,
+    session: Session, request: StageRequest, test: BatchSizeTest, first: int, samples: int, ranks: int
 ) -> BatchSizes:
     """Try sizes in Trainers of their own, which write nothing; return the result. Collective.
 
     Args:
-        new_trainer: returns a Trainer, given its arguments.
-        requested: the arguments of the Trainer that was asked.
+        session: the state of the Trainer that was asked.
+        request: the module and its training data.
         test: the sizes.
         first: the first size.
         samples: the samples of an epoch over all ranks.
         ranks: the number of parts of the data.
-        module: the module.
-        loaders: the training loaders, or None.
-        datamodule: provides the loaders instead.
 
     Raises:
         ConfigurationError: no size that was tried fits.
@@ -254,7 +231,7 @@ def run_batch_size_search(
             "max_steps": test.steps_per_trial,
         }
         trial = MicroBatchTrial(size)
-        reached = trial_fit(new_trainer, requested, module, loaders, datamodule, trial, **settings).micro_batch_size
+        reached = trial_fit(session, request, trial, **settings).micro_batch_size
         search.record(size, reached)
         empty_caches()
     return search.result()

@@ -21,12 +21,12 @@ from ..parallel.strategy_checks import check_algorithm, check_placed
 from ..run.overrides import is_overridden, unit_of, with_arity
 from ..system.environment import num_ranks_may_change
 from .data_sources import ARGUMENTS, check_given
-from .hook_names import check_data_module_names, check_module_names
+from .hook_names import check_names
 from .script_ranks import finds_by_restarts
 from .settings import OF_ONE_RANK, TrainerSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ..api.callback import Callback
     from .resolved_settings import Settings
@@ -36,18 +36,13 @@ _WITH_TEXT = (str, int, float, timedelta)
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
-def check_fit(
-    module: Any,
-    given: Mapping[str, Any],
-    datamodule: DataModule | None,
-    settings: Settings,
-    resources: Resources,
-) -> None:
+def check_fit(session: Session, request: StageRequest) -> None:
     """Check the arguments of ``fit``.
 
     Raises:
         ConfigurationError: the module, the data or their combination with the Trainer's settings breaks a rule.
     """
+    module, settings, resources = request.module, session.settings, session.resources
     check_module(module, "fit")
     check_manual(module, settings)
     if settings.verify_every is not None and not module.automatic_optimization:
@@ -63,7 +58,6 @@ def check_fit(
     if settings.memory is not None and not is_overridden("configure_model", module):
         settings.memory.words_of(module)
     value, algorithm = settings.clipping
-    shard = settings.shards_data
     if value is not None:
         check_algorithm(resources.strategy, algorithm)
     if settings.global_batch is not None:
@@ -75,11 +69,9 @@ def check_fit(
             "With --nodes MIN:MAX the run goes on with fewer ranks when a node is lost, and steps would then have "
             "fewer samples: give Trainer(global_batch_size=...), which any number of ranks keeps."
         )
-    check_given(
-        "train", given, module, datamodule, resources.data_size, shard, True, global_batch=settings.global_batch
-    )
+    check_given(session, "train", request, required=True, global_batch=settings.global_batch)
     if is_overridden("validation_step", module):
-        check_given("validate", given, module, datamodule, resources.data_size, shard, required=False)
+        check_given(session, "validate", request, required=False)
 
 
 def check_ranks(session: Session, stage: str, request: StageRequest) -> None:
@@ -136,41 +128,27 @@ def check_units(module: Any, settings: Settings, callbacks: Sequence[Callback]) 
             each.check_unit(unit, f"the interval {str(each)!r} of {type(callback).__name__}")
 
 
-def check_plan(
-    module: Any,
-    given: Mapping[str, Any],
-    datamodule: DataModule | None,
-    resources: Resources,
-    shard: bool,
-    activation_bytes: int | None,
-) -> None:
+def check_plan(session: Session, request: StageRequest, activation_bytes: int | None) -> None:
     """Check the arguments of ``plan``; data is required if activations are measured.
 
     Raises:
         ConfigurationError: the module or the data breaks a rule.
     """
-    check_module(module, "fit")
-    check_devices(module)
-    check_given("train", given, module, datamodule, resources.data_size, shard, required=activation_bytes is None)
+    check_module(request.module, "fit")
+    check_devices(request.module)
+    check_given(session, "train", request, required=activation_bytes is None)
 
 
-def check_evaluation(
-    stage: str,
-    module: Any,
-    given: Mapping[str, Any],
-    datamodule: DataModule | None,
-    resources: Resources,
-    shard: bool,
-) -> None:
+def check_evaluation(session: Session, stage: str, request: StageRequest) -> None:
     """Check the arguments of ``validate``, ``test`` or ``predict``.
 
     Raises:
         ConfigurationError: the module or the data breaks a rule.
     """
-    check_module(module, stage)
-    check_placed(resources.strategy, module, training=False)
-    check_sequences(module, stage, resources)
-    check_given(stage, given, module, datamodule, resources.data_size, shard, required=True)
+    check_module(request.module, stage)
+    check_placed(session.resources.strategy, request.module, training=False)
+    check_sequences(request.module, stage, session.resources)
+    check_given(session, stage, request, required=True)
 
 
 def split_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, DataModule | None]:
@@ -191,7 +169,7 @@ def split_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, DataModule | N
         )
     if loaders is not None:
         raise ConfigurationError("both loaders and a datamodule were given: leave one of them out.")
-    check_data_module_names(datamodule)
+    check_names(type(datamodule), DataModule)
     return None, datamodule
 
 
@@ -210,7 +188,7 @@ def check_module(module: Any, stage: str) -> None:
     name = type(module).__name__
     if "_own_run" not in module.__dict__:
         raise ConfigurationError(f"{name}.__init__ did not call super().__init__(): do so before anything else.")
-    check_module_names(module)
+    check_names(type(module), TrainModule)
     needed = _STEPS.get(stage)
     _refuse_iterator_steps(module)
     if needed is not None and not is_overridden(needed, module):

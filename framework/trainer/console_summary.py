@@ -8,18 +8,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..api.callback import Callback, saved_by
+from ..api.callback import Callback
 from ..core.wording import counted
+from ..report.finding import shown_path
 from ..report.run_files import PAGE
 from ..report.verdicts import shortened_command, with_checkpoint
-from ..storage.cached_url import url_of
 from ..system.console import folded
 from ..system.entry_script import can_rerun_script
 from ..system.environment import script_overrides
 from ..system.provenance import own_command
 from ..system.run_directory import CONFIGURATION
 from .resolved_settings import NEVER
-from .run_documents import checkpoints
+from .run_documents import best_score, checkpoints
 
 if TYPE_CHECKING:
     from ..data.accumulation_window import Windows
@@ -63,13 +63,13 @@ def start_lines(loop: FitLoop, log_dir: str | None, checkpoint_dir: Path | None)
         given = ", ".join(f"{name}={value!r}" for name, value in overrides.trainer.items())
         lines.append(f"overrides  {given}, instead of the script's")
     if log_dir is not None:
-        lines += [f"logs       {shortened(log_dir)}", *_logs_no_step(loop)]
+        lines += [f"logs       {shown_path(Path(log_dir))}", *_logs_no_step(loop)]
     if checkpoint_dir is not None:
-        lines.append(f"saves      {shortened(checkpoint_dir)}")
+        lines.append(f"saves      {shown_path(checkpoint_dir)}")
     if run.resumed is not None:
         progress = run.progress
         epoch, batch = (progress.epoch + 1, 0) if progress.epoch_ended else (progress.epoch, progress.batch_in_epoch)
-        origin = run.resumed.name if run.resumed.is_snapshot else shortened(run.resumed.checkpoint)
+        origin = run.resumed.name if run.resumed.is_snapshot else shown_path(run.resumed.checkpoint)
         lines.append(f"resumes    {origin}: epoch {epoch}, batch {batch}, step {progress.global_step}")
     return lines
 
@@ -121,10 +121,8 @@ def end_lines(run: Run, callbacks: list[Callback]) -> list[str]:
     steps, epochs = counted(progress.global_step, "optimizer step"), counted(progress.epoch, "epoch")
     nothing = run.resumed is not None and run.resumed.batches == progress.global_batch
     lines = [f"trained    {'nothing more: it had finished after ' if nothing else ''}{steps}, {epochs}{reason}"]
-    for saved in saved_by(callbacks):
-        if saved.monitor is not None and saved.best_model_score is not None:
-            lines.append(f"best       {saved.monitor} = {float(saved.best_model_score):.5g}")
-            break
+    if (best := best_score(callbacks)) is not None:
+        lines.append(f"best       {best['name']} = {best['value']:.5g}")
     return lines
 
 
@@ -139,7 +137,7 @@ def next_lines(run: Run, callbacks: list[Callback], log_dir: str | None, directo
     # A callback that stopped the fit would stop it again.
     if last and not run.stop_reason:
         # "auto" searches the default directory of checkpoints.
-        given = "auto" if Path(last).is_relative_to(directory.checkpoints) else shortened(last)
+        given = "auto" if Path(last).is_relative_to(directory.checkpoints) else shown_path(Path(last))
         command, call = _command(run), f'fit(..., ckpt_path="{given}") '
         if command and directory.claimed and (directory.path / CONFIGURATION).exists():
             command, call = with_checkpoint(command, given), ""
@@ -182,12 +180,7 @@ def _program(name: str) -> str:
 
 def quoted(path: str | Path) -> str:
     """Return a path as it can be given to a shell, relative to the working directory if it is below it."""
-    return shlex.quote(shortened(path))
-
-
-def shortened(path: str | Path) -> str:
-    """Return a path relative to the working directory if it is below it, or the URL that it caches."""
-    return url_of(path) or _relative(path)
+    return shlex.quote(shown_path(Path(path)))
 
 
 def _relative(path: str | Path) -> str:

@@ -14,14 +14,13 @@ from ..distributed.rank_zero_first import first_in_turn
 from ..run.overrides import is_overridden
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ..api.data_module import DataModule
     from ..core.global_batch import GlobalBatch
     from ..data.evaluation_source import EvaluationSource
     from ..data.training_source import TrainingSource
     from ..distributed.world import World
     from .resolved_settings import Settings
+    from .session import Session, StageRequest
 
 ARGUMENTS = {
     "train": "train_dataloaders",
@@ -50,9 +49,7 @@ class Data:
     """The origin of the loaders, and their sharding over ranks."""
 
     world: World
-    module: TrainModule
-    datamodule: DataModule | None
-    given: dict[str, Any]
+    request: StageRequest
     seed: int
     shard: bool
     kept: dict[str, Any] = field(default_factory=dict)
@@ -60,13 +57,13 @@ class Data:
 
     def provides(self, stage: str) -> bool:
         """Whether there are loaders for a stage, without requesting them."""
-        return self.given.get(stage) is not None or _provider(stage, self.module, self.datamodule) is not None
+        return self.request.given.get(stage) is not None or _provider(stage, self.request) is not None
 
     def loaders(self, stage: str) -> Any:
         """Return the loaders of a stage: the user's, else the DataModule's, else the module's; None without any."""
-        if self.given.get(stage) is not None:
-            return self.given[stage]
-        owner = _provider(stage, self.module, self.datamodule)
+        if self.request.given.get(stage) is not None:
+            return self.request.given[stage]
+        owner = _provider(stage, self.request)
         return None if owner is None else getattr(owner, _LOADER_HOOKS[stage])()
 
     def training(self, settings: Settings) -> TrainingSource:
@@ -121,14 +118,7 @@ class Data:
 
 
 def check_given(
-    stage: str,
-    given: Mapping[str, Any],
-    module: TrainModule,
-    datamodule: DataModule | None,
-    size: int,
-    shard: bool,
-    required: bool,
-    global_batch: GlobalBatch | None = None,
+    session: Session, stage: str, request: StageRequest, required: bool, global_batch: GlobalBatch | None = None
 ) -> None:
     """Check the given loaders, and that there are some if data is ``required``. Reads no batch.
 
@@ -137,25 +127,26 @@ def check_given(
     """
     # The argument val_dataloaders of fit is named dataloaders in validate.
     name = ARGUMENTS[stage] if stage == "train" or not required else "dataloaders"
-    loaders = given.get(stage)
+    loaders = request.given.get(stage)
     if loaders is not None:
+        size, shard = session.resources.data_size, session.settings.shards_data
         options: dict[str, Any] = {"rank": 0, "size": size, "seed": 0, "shard": shard, "name": name}
         if stage == "train":
             prepare_training(loaders, global_batch=global_batch, **options)
         else:
             prepare_evaluations(loaders, **options)
-    elif required and _provider(stage, module, datamodule) is None:
+    elif required and _provider(stage, request) is None:
         raise ConfigurationError(
             f"there is no data to {stage}: pass {name} or a datamodule, or define {_LOADER_HOOKS[stage]}()."
         )
 
 
-def _provider(stage: str, module: TrainModule, datamodule: DataModule | None) -> TrainModule | DataModule | None:
+def _provider(stage: str, request: StageRequest) -> TrainModule | DataModule | None:
     """Return the owner of the loader hook: the DataModule, else the module; None if neither has one."""
     hook = _LOADER_HOOKS[stage]
-    if datamodule is not None and datamodule.provides(hook):
-        return datamodule
-    return module if is_overridden(hook, module) else None
+    if request.datamodule is not None and request.datamodule.provides(hook):
+        return request.datamodule
+    return request.module if is_overridden(hook, request.module) else None
 
 
 def require_data(sources: list[EvaluationSource], stage: str) -> None:

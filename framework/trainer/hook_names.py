@@ -23,8 +23,11 @@ def _names_of(cls: type) -> list[str]:
     return sorted({name for name in methods if not name.startswith("_")} - _NOT_HOOKS)
 
 
-_CALLBACK_HOOKS, _DATA_HOOKS = map(_names_of, (Callback, DataModule))
-_MODULE_HOOKS = [*_names_of(TrainModule), "forward"]
+_HOOKS: dict[type, list[str]] = {
+    Callback: _names_of(Callback),
+    DataModule: _names_of(DataModule),
+    TrainModule: [*_names_of(TrainModule), "forward"],
+}
 # Hook names of older frameworks, which would never be called.
 FORMER = {
     "training_epoch_end": "on_train_epoch_end",
@@ -62,42 +65,20 @@ _WORDS = {
 }
 
 
-def check_module_names(module: TrainModule) -> None:
-    """Refuse a module with a method whose name is similar to a hook's.
-
-    Raises:
-        ConfigurationError: there is such a method.
-    """
-    _check_names(type(module), TrainModule, _MODULE_HOOKS)
-
-
-def check_data_module_names(datamodule: DataModule) -> None:
-    """Refuse a data module with a method whose name is similar to a hook's.
-
-    Raises:
-        ConfigurationError: there is such a method.
-    """
-    _check_names(type(datamodule), DataModule, _DATA_HOOKS)
-
-
-def check_callback(callback: Callback) -> None:
-    """Refuse a callback with a method whose name is similar to a hook's.
-
-    Raises:
-        ConfigurationError: there is such a method.
-    """
-    _check_names(type(callback), Callback, _CALLBACK_HOOKS)
-
-
-def _check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
+def check_names(cls: type, base: type[Callback | DataModule | TrainModule]) -> None:
     """Refuse methods with a name similar to a hook's, which phalanx never calls.
 
     If the class has the hook as well, the method may be a helper of it: it is refused only if nothing in the class
     uses it and its name is not the hook's followed by further words.
 
+    Args:
+        cls: the user's class.
+        base: the class of phalanx that it derives from.
+
     Raises:
         ConfigurationError: there is such a method; the message names the most similar hook.
     """
+    hooks = _HOOKS[base]
     inherited = set(dir(base)) - set(FORMER)
     owners = [owner for owner in cls.__mro__ if _is_users(owner)]
     for owner in owners:

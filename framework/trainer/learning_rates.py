@@ -22,13 +22,10 @@ from ..core.optimizer_config import set_learning_rate
 from .trial_fit import trial_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.optim import Optimizer
 
-    from ..api.data_module import DataModule
     from ..api.train_module import TrainModule
-    from .settings import TrainerSettings
+    from .session import Session, StageRequest
 
 MODES = ("exponential", "linear")
 _SMOOTHING = 0.98
@@ -36,15 +33,7 @@ _SMOOTHING = 0.98
 
 @dataclass(frozen=True)
 class LearningRateTest:
-    """The learning rates that a range test tries.
-
-    Args:
-        min_lr: the first learning rate.
-        max_lr: the last one.
-        num_training: their number, the optimizer steps of the test.
-        mode: ``"exponential"`` for a constant ratio of consecutive rates, ``"linear"`` for a constant difference.
-        early_stop_threshold: end when the smoothed loss exceeds its minimum by this factor; None: do not.
-    """
+    """The learning rates that a range test tries; see ``Trainer.find_lr``."""
 
     min_lr: float = 1e-8
     max_lr: float = 1.0
@@ -182,24 +171,8 @@ class RangeTest(Callback):
                 set_learning_rate(group, rate)
 
 
-def run_range_test(
-    new_trainer: Callable[..., Any],
-    requested: TrainerSettings,
-    test: LearningRateTest,
-    module: TrainModule,
-    loaders: Any,
-    datamodule: DataModule | None,
-) -> LearningRates:
-    """Train a copy of a module in a Trainer of its own, which writes nothing; return the losses. Collective.
-
-    Args:
-        new_trainer: returns a Trainer, given its arguments.
-        requested: the arguments of the Trainer that was asked.
-        test: the learning rates.
-        module: the module.
-        loaders: the training loaders, or None.
-        datamodule: provides the loaders instead.
-    """
+def run_range_test(session: Session, request: StageRequest, test: LearningRateTest) -> LearningRates:
+    """Train a copy of a module in a Trainer of its own, which writes nothing; return the losses. Collective."""
     recorder = RangeTest(test)
-    trial_fit(new_trainer, requested, module, loaders, datamodule, recorder, max_steps=test.num_training)
+    trial_fit(session, request, recorder, max_steps=test.num_training)
     return LearningRates(recorder.results)

@@ -26,6 +26,7 @@ from ..resume.snapshots import NoSnapshots, Snapshots
 from ..run.overrides import is_overridden
 from .script_ranks import finds_by_restarts
 from .settings import REWIND
+from .stage_records import rank_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +144,7 @@ def evaluation_plan(session: Session, stage: str, sources: list[EvaluationSource
         return None
     limits = [settings.limit_batches(stage, source.len_batches()) for source in sources]
     plan = EvaluationPlan(stage, sources, limits, None, session.settings.given.inference_mode)
-    session.records.keep_evaluation(plan)
+    session.records.batches[stage] = rank_batches(plan)
     return plan
 
 

@@ -121,16 +121,17 @@ def rank_device(resources: Resources) -> torch.device:
 
 def first_batch(session: Session, request: StageRequest) -> tuple[Any, TrainingData]:
     """Return this rank's first micro-batch and the size of the data. Generators and loaders are left unchanged."""
-    settings, datamodule, resources = session.settings, request.datamodule, session.resources
+    settings, resources = session.settings, session.resources
     world = World(resources.place, rank_device(resources))
     # A shuffling loader draws from the global generators, and training has to find them as the user left them.
     with RandomStream(0).entered():
-        if datamodule is not None:
+        if request.datamodule is not None:
             # Attributes that its hooks set are set on this copy.
-            datamodule = copy.copy(datamodule)
+            datamodule = copy.copy(request.datamodule)
             datamodule.prepare_data()
             datamodule.setup("fit")
-        loaders = Data(world, request.module, datamodule, request.given, 0, True).loaders("train")
+            request = replace(request, datamodule=datamodule)
+        loaders = Data(world, request, 0, True).loaders("train")
         # Reading an iterator would take its first batch away from training.
         if any(iter(leaf) is leaf for leaf in tree_leaves(loaders) if hasattr(leaf, "__next__")):
             raise ConfigurationError("the training data can be read only once.")

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..core.degrees import Degrees, resolve_degrees
-from ..core.errors import ConfigurationError, is_count
+from ..core.errors import ConfigurationError
 from ..core.size_text import size_in_bytes
 from ..memory.available_memory import Memory, gpu_libraries
+from .rules import at_least
 
 if TYPE_CHECKING:
     from ..parallel.resources import Resources
@@ -44,9 +45,7 @@ class PlanTarget:
             ConfigurationError: a value is not a number or a size, or the ranks do not fill their nodes or fit degrees.
         """
         for name in ("ranks", "ranks_per_node"):
-            value = getattr(self, name)
-            if value is not None and not is_count(value, 1):
-                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+            at_least(1)(name, getattr(self, name))
         ranks, local = self._ranks(own)
         if ranks % local:
             raise ConfigurationError(

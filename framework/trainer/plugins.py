@@ -10,7 +10,7 @@ from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS, LOGGERS, Registry, as_list
 from ..metrics.logger import Logger
 from ..system.environment import assigned_run
-from .hook_names import check_callback
+from .hook_names import check_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,7 +114,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
     """
     keys: set[str] = set()
     for callback in callbacks:
-        check_callback(callback)
+        check_names(type(callback), Callback)
         if type(callback).state_dict is Callback.state_dict:
             continue  # it has no state
         if callback.state_key in keys:

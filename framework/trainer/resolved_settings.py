@@ -249,19 +249,18 @@ def _check_combinations(given: TrainerSettings, check_interval: Limit | timedelt
     _check_order("min_epochs", given.min_epochs, "max_epochs", _number(given.max_epochs))
     _check_order("min_steps", given.min_steps, "max_steps", _number(given.max_steps))
     if given.barebones:
-        _refuse_both("barebones", True, "it disables all features that cost time",
-                     fast_dev_run=given.fast_dev_run or None, detect_anomaly=given.detect_anomaly or None,
-                     num_sanity_val_steps=given.num_sanity_val_steps, profiler=given.profiler)  # fmt: skip
+        others = {
+            "fast_dev_run": given.fast_dev_run or None, "detect_anomaly": given.detect_anomaly or None,
+            "num_sanity_val_steps": given.num_sanity_val_steps, "profiler": given.profiler,
+        }  # fmt: skip
+        for name, value in others.items():
+            if value is not None:
+                raise ConfigurationError(
+                    f"barebones=True and {name}={value} contradict one another: it disables all features that cost "
+                    "time. Leave one of them out."
+                )
 
 
 def _check_order(low: str, lowest: int | None, high: str, highest: int | None) -> None:
     if lowest is not None and highest is not None and 0 <= highest < lowest:
         raise ConfigurationError(f"{low}={lowest} is larger than {high}={highest}: give {low} at most {high}.")
-
-
-def _refuse_both(name: str, value: Any, reason: str, **others: Any) -> None:
-    for other, given in others.items():
-        if given is not None:
-            raise ConfigurationError(
-                f"{name}={value} and {other}={given} contradict one another: {reason}. Leave one of them out."
-            )

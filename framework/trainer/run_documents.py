@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..api.callback import Callback, saved_by
 from ..core.split_optimizer import kind_of
-from ..memory.formulas import Ranks, footprint
+from ..memory.formulas import footprint
 from ..memory.measure import elements_of, size_of
 from ..memory.memory_plan import casts_of
 from ..report.notifications import shown_addresses
@@ -25,6 +25,7 @@ from ..resume.checkpoint_search import newest_of_run, shared_directories
 from ..storage.cached_url import portable
 from ..system.provenance import machine_facts, provenance
 from ..system.redaction import without_secrets
+from .model_measurements import ranks_of
 from .resolved_settings import Settings
 
 if TYPE_CHECKING:
@@ -157,9 +158,7 @@ def _memory_facts(run: Run) -> dict[str, Any] | None:
     if layout is None or "tp" in strategy.degrees.used:
         return None
     size = replace(size_of(run.module), state_slots=max(map(num_moments, run.optimizers), default=0))
-    resources, precision = run.fabric.resources, run.precision
-    ranks = Ranks(resources.world_size, resources.devices, resources.degrees)
-    needs = footprint(layout, size, ranks, precision, casts=casts_of(size, precision))
+    needs = footprint(layout, size, ranks_of(run.fabric.resources), run.precision, casts=casts_of(size, run.precision))
     return {
         "strategy": run.strategy.name,
         "device_bytes": needs.device.total,
@@ -219,7 +218,7 @@ def outcome(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
     return {
         "exit_code": exit_code,
         "stopped": run.stop_reason,
-        "best_score": _best_score(session.callbacks),
+        "best_score": best_score(session.callbacks),
         "began": timestamp(session.began),
         "ended": timestamp(ended),
         "duration_seconds": round(ended - session.began, 3),
@@ -232,7 +231,7 @@ def outcome(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
     }
 
 
-def _best_score(callbacks: list[Callback]) -> dict[str, Any] | None:
+def best_score(callbacks: list[Callback]) -> dict[str, Any] | None:
     """Return the best value of the metric that the first callback with one monitors."""
     for saved in saved_by(callbacks):
         if saved.monitor is not None and saved.best_model_score is not None:

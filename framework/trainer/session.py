@@ -162,7 +162,7 @@ class Session:
         self.began = time.time()
         self.records.begin(stage)
         self.early_notes.clear()
-        self.records.keep_given_checkpoint(request.ckpt_path)
+        self.records.given_checkpoint = None if request.ckpt_path is None else str(request.ckpt_path)
         self.module, self.datamodule = request.module, request.datamodule
         self.compilation = request.compilation
         if request.datamodule is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from ..core.accumulation import AccumulationSchedule
 from ..core.precision import Precision
@@ -41,9 +41,6 @@ from .rules import (
     snapshot_interval,
     unsupported,
 )
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 REWIND = "rewind"
 """The value of ``nonfinite`` with which a fit goes back."""

@@ -73,14 +73,6 @@ class StageRecords:
             self.ended_fit = None
             self.no_fit = "the last fit ended with an error: resume from its newest checkpoint with ckpt_path='auto'"
 
-    def keep_evaluation(self, plan: EvaluationPlan) -> None:
-        """Retain the numbers of batches of an evaluation."""
-        self.batches[plan.stage] = rank_batches(plan)
-
-    def keep_given_checkpoint(self, given: str | Path | None) -> None:
-        """Retain the argument ``ckpt_path`` of a stage."""
-        self.given_checkpoint = None if given is None else str(given)
-
     def keep_checkpoint(self, path: Path | None, named: bool = True) -> None:
         """Retain the path of the checkpoint that a stage loads, and whether the user chose it."""
         self.ckpt_path = None if path is None else str(path)

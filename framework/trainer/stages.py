@@ -66,9 +66,11 @@ def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
     """Run a stage; return None for a fit, else a list with the results of each loader. Collective."""
     if stage == "fit":
         again = None
-        while (again := _running_fit(session, request, again)) is not None:
-            pass
-        return None
+        while True:
+            with running(session, stage, request):
+                again = _fit(session, request, again)
+            if again is None:
+                return None
     with running(session, stage, request):
         check_ranks(session, stage, request)
         run, plan = assemble_evaluation(session, request, stage)
@@ -118,11 +120,6 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
             raise
         finally:
             _release(session, request)
-
-
-def _running_fit(session: Session, request: StageRequest, again: Origin | None) -> Origin | None:
-    with running(session, "fit", request):
-        return _fit(session, request, again)
 
 
 def _fit(session: Session, request: StageRequest, again: Origin | None) -> Origin | None:
@@ -222,7 +219,11 @@ def _begin(session: Session, loop: FitLoop) -> None:
     if remark := remark_on_windows(run.strategy, settings.accumulation, settings.global_batch, size):
         session.note(remark)
     if session.writes:
-        _keep(session, CONFIG, configuration(session, loop))
+        document = configuration(session, loop)
+        try:
+            session.directory.write_json(CONFIG, document)
+        except StorageError as error:
+            session.note(f"{CONFIG} is missing: {error}")
         session.record_with(start_recording(session, loop))
     _, unknown = encode_known(dict(run.module.hparams))
     at_default = run.module.hparams_at_default
@@ -269,14 +270,6 @@ def _report(session: Session, run: Run, exit_code: int, error: dict[str, Any]) -
             session.view.note(f"{REPORT} is missing: {failure}")
     session.notify_end(end)
     return advice
-
-
-def _keep(session: Session, name: str, document: Any) -> None:
-    """Write a document into the run's directory; a failure is reported and the run continues."""
-    try:
-        session.directory.write_json(name, document)
-    except StorageError as error:
-        session.note(f"{name} is missing: {error}")
 
 
 def _fail(session: Session, stage: str, error: BaseException, is_alone: bool) -> None:

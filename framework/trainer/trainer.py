@@ -227,7 +227,8 @@ class Trainer(RankProperties):
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
         model, compilation = self._compilation_of(model)
-        check_fit(model, given, datamodule, self.settings, self.fabric.resources)
+        request = StageRequest(model, given, datamodule, compilation=compilation)
+        check_fit(self._session, request)
         if self.loggers:
             hyperparameters_to_log(model, datamodule)
         for callback in self.callbacks:
@@ -235,7 +236,7 @@ class Trainer(RankProperties):
         check_units(model, self.settings, self.callbacks)
         if (assigned := assigned_run()) is not None and assigned.continues:
             ckpt_path = "auto"
-        request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compilation=compilation)
+        request.ckpt_path = checked_checkpoint_path(ckpt_path)
         request.start_from(pretrained)
         start_stage(self._session, "fit", request)
 
@@ -280,17 +281,10 @@ class Trainer(RankProperties):
         if activation_bytes is not None and not is_count(activation_bytes, 0):
             raise ConfigurationError(f"activation_bytes={activation_bytes!r} must be a number of bytes, 0 or more.")
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
-        given = {"train": train_dataloaders}
         model, _ = compilation_of(model)
-        check_plan(
-            model,
-            given,
-            datamodule,
-            self.fabric.resources,
-            self.settings.shards_data,
-            activation_bytes,
-        )
-        return plan_memory(self._session, StageRequest(model, given, datamodule), activation_bytes, target)
+        request = StageRequest(model, {"train": train_dataloaders}, datamodule)
+        check_plan(self._session, request, activation_bytes)
+        return plan_memory(self._session, request, activation_bytes, target)
 
     @names_arguments
     def validate(
@@ -369,9 +363,10 @@ class Trainer(RankProperties):
             raise ConfigurationError(f"Trainer.{stage} was given no model, and none was fitted before: pass model=...")
         if datamodule is None and model is None:
             datamodule = self.datamodule
-        given = {stage: dataloaders}
-        check_evaluation(stage, module, given, datamodule, self.fabric.resources, self.settings.shards_data)
-        return StageRequest(module, given, datamodule, checked_checkpoint_path(ckpt_path), compilation=compilation)
+        request = StageRequest(module, {stage: dataloaders}, datamodule, compilation=compilation)
+        check_evaluation(self._session, stage, request)
+        request.ckpt_path = checked_checkpoint_path(ckpt_path)
+        return request
 
     def _compilation_of(self, model: Any) -> tuple[Any, Compilation | None]:
         """Return the module in the result of ``torch.compile`` with its compilation; another one with None."""
@@ -421,8 +416,8 @@ class Trainer(RankProperties):
                 f"find_lr reads the loss of each micro-batch before its backward pass, and strategy={strategy.name!r} "
                 "runs the passes of a window together: search with strategy='fsdp' or 'ddp' and the same global batch."
             )
-        train_dataloaders, datamodule = self._start_search("find_lr", model, train_dataloaders, datamodule)
-        return run_range_test(type(self), self._session.requested, test, model, train_dataloaders, datamodule)
+        request = self._start_search("find_lr", model, train_dataloaders, datamodule)
+        return run_range_test(self._session, request, test)
 
     @names_arguments
     def find_batch_size(
@@ -463,15 +458,11 @@ class Trainer(RankProperties):
         test.check()
         resources = self.fabric.resources
         check_strategy(resources.strategy, "find_batch_size", "compare short fits")
-        train_dataloaders, datamodule = self._start_search("find_batch_size", model, train_dataloaders, datamodule)
-        request = StageRequest(model, {"train": train_dataloaders}, datamodule)
+        request = self._start_search("find_batch_size", model, train_dataloaders, datamodule)
         plan = plan_memory(self._session, request, None, PlanTarget())
         ranks, name = resources.data_size, plan.chosen if resources.auto else resources.strategy.name
         samples, guess = start_of_search(plan, name, resources.precision, ranks, init_val)
-        first, requested = self._least(guess), self._session.requested
-        return run_batch_size_search(
-            type(self), requested, test, first, samples, ranks, model, train_dataloaders, datamodule
-        )
+        return run_batch_size_search(self._session, request, test, self._least(guess), samples, ranks)
 
     def _least(self, guess: int) -> int:
         """Return the smallest guess of the ranks, since the memory that is free differs between them. Collective."""
@@ -486,11 +477,12 @@ class Trainer(RankProperties):
 
     def _start_search(
         self, name: str, model: TrainModule, train_dataloaders: Any, datamodule: DataModule | None
-    ) -> tuple[Any, DataModule | None]:
-        """Check the arguments of a search, and start the ranks. Return the loaders and the DataModule."""
+    ) -> StageRequest:
+        """Check the arguments of a search, and start the ranks."""
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         resources = self.fabric.resources
-        check_fit(model, {"train": train_dataloaders}, datamodule, self.settings, resources)
+        request = StageRequest(model, {"train": train_dataloaders}, datamodule)
+        check_fit(self._session, request)
         if not model.automatic_optimization:
             raise ConfigurationError(
                 f"{name} tries optimizer steps, and with automatic_optimization = False training_step decides when to "
@@ -508,7 +500,7 @@ class Trainer(RankProperties):
                     f"{name} starts {resources.world_size} ranks by running the script again, and there is none here: "
                     "use devices=1, or a script."
                 )
-        return train_dataloaders, datamodule
+        return request
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
@@ -1130,16 +1122,14 @@ class Trainer(RankProperties):
 
 
 def _directory(loggers: list[Logger], settings: Settings, name: str) -> RunDirectory:
-    """Return the directory of the runs: that of a sweep, if this process runs one of its trials."""
+    """Return the directory of the runs: that of a sweep, if this process runs one of its trials.
+
+    Its root is that of the first logger, if the user gave it one.
+    """
     if (assigned := assigned_run()) is not None:
         return RunDirectory(Path(assigned.root), assigned.name, 0)
-    return RunDirectory(_root(loggers, settings), name, 0)
-
-
-def _root(loggers: list[Logger], settings: Settings) -> Path:
-    """Return the root of the run's directory: that of the first logger, if the user gave it one."""
     given = loggers[0].given_save_dir if loggers else None
-    return settings.root if given is None else absolute(given)
+    return RunDirectory(settings.root if given is None else absolute(given), name, 0)
 
 
 def _set_backends(deterministic: bool | str | None, benchmark: bool | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -12,37 +12,22 @@ from ..distributed.seed import capture, restore
 from ..memory.measure import copied
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..api.callback import Callback
-    from ..api.data_module import DataModule
-    from ..api.train_module import TrainModule
-    from .settings import TrainerSettings
+    from .session import Session, StageRequest
 
 
-def trial_fit(
-    new_trainer: Callable[..., Any],
-    requested: TrainerSettings,
-    module: TrainModule,
-    loaders: Any,
-    datamodule: DataModule | None,
-    recorder: Callback,
-    **settings: Any,
-) -> Any:
+def trial_fit(session: Session, request: StageRequest, recorder: Callback, **settings: Any) -> Any:
     """Fit a copy of a module in a Trainer that writes nothing; return that Trainer. Collective.
 
     The module, generators and files are unchanged; the only callback is ``recorder``.
 
     Args:
-        new_trainer: returns a Trainer, given its arguments.
-        requested: the arguments of the Trainer that was asked.
-        module: the module.
-        loaders: the training loaders, or None.
-        datamodule: provides the loaders instead.
+        session: the state of the Trainer that was asked, whose class and arguments are used.
+        request: the module and its training data.
         recorder: a callback.
-        settings: arguments of this Trainer.
+        settings: arguments in place of those of the Trainer that was asked.
     """
-    random = capture()
+    requested, new_trainer, random = session.requested, cast("Any", type(session.view)), capture()
     given = {each.name: getattr(requested, each.name) for each in fields(requested)}
     strategy = given["strategy"]
     quiet = {
@@ -56,11 +41,11 @@ def trial_fit(
         "notify": None,
     }  # fmt: skip
     try:
-        twin = copied(module, torch.clone)
+        twin = copied(request.module, torch.clone)
         # Callbacks of the module may write files.
         twin.configure_callbacks = list  # type: ignore[method-assign]
         trainer = new_trainer(**{**given, **quiet, **settings})
-        trainer.fit(twin, loaders, datamodule=copy.copy(datamodule))
+        trainer.fit(twin, request.given["train"], datamodule=copy.copy(request.datamodule))
     finally:
         restore(random)
     return trainer

@@ -13,11 +13,12 @@ from ...core.arguments import names_arguments
 from ...core.errors import ConfigurationError
 from ...distributed.world import World
 from ...system.atomic_files import absolute, make_directory, refuse_existing, storage_error
+from ..codec import at
 from ..writer import save
 from . import accelerate, deepspeed, lightning
 from .detect_format import detect
 from .foreign_state import Foreign, Request, contents_of
-from .pickles import Pickles, notes_of
+from .pickles import Pickles
 
 _CONVERTERS: dict[str, Callable[[Request], Foreign]] = {
     "lightning": lightning.convert_file,
@@ -78,7 +79,8 @@ def convert(
     given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     pickles = Pickles(trust, leave_out)
     foreign = _CONVERTERS[kind](Request(origin, pickles, module, given, prefix))
-    foreign.notes = [*notes_of(pickles.left), *foreign.notes]
+    left_out = [f"left out: {at(place)} ({kind})" for place, kind in pickles.left.items()]
+    foreign.notes = [*left_out, *foreign.notes]
     try:
         make_directory(target.parent)
         save(target, contents_of(foreign, str(source)), World.single())

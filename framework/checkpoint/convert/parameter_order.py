@@ -163,7 +163,10 @@ def _names_of(
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in state["param_groups"]):
         given = chain.from_iterable(group["param_names"] for group in state["param_groups"])
         return dict(zip(positions, given, strict=True))
-    names = _inferred(state, positions, weights, ordered, len(groups), num_optimizers)
+    if num_optimizers > 1 or len(groups) > 1:
+        what = f"{num_optimizers} optimizers" if num_optimizers > 1 else f"{len(groups)} parameter groups"
+        raise CheckpointError(f"the foreign checkpoint has {what} and keeps their state by position: {_ASK}.")
+    names = _inferred(state, positions, weights, ordered)
     notes.append(
         "optimizer state was given to parameters in the order of the module, which is where their shapes fit; if "
         "configure_optimizers orders them otherwise, convert again with module="
@@ -186,28 +189,16 @@ def _check_shapes(found: SlotState, weights: Mapping[str, Tensor]) -> None:
 
 
 def _inferred(
-    state: Mapping[str, Any],
-    positions: list[Any],
-    weights: Mapping[str, Tensor],
-    ordered: bool,
-    num_groups: int,
-    num_optimizers: int,
+    state: Mapping[str, Any], positions: list[Any], weights: Mapping[str, Tensor], ordered: bool
 ) -> dict[Any, str]:
     """Return the name of each position where there is one way to give them in the module's order."""
-    if num_optimizers > 1 or num_groups > 1:
-        what = f"{num_optimizers} optimizers" if num_optimizers > 1 else f"{num_groups} parameter groups"
-        raise CheckpointError(f"the foreign checkpoint has {what} and keeps their state by position: {_ASK}.")
     candidates = _candidates(weights)
     wanted = [_shape(state["state"].get(position, {})) for position in positions]
-    names = list(candidates)
-    if not ordered:
-        chosen = _by_shape_alone(wanted, candidates)
-    else:
-        chosen = _only_embedding(wanted, [candidates[name] for name in names], names)
+    chosen = _only_embedding(wanted, candidates) if ordered else _by_shape_alone(wanted, candidates)
     if chosen is None:
         raise CheckpointError(
             f"the optimizer keeps the state of {len(positions)} parameters by position, and which of the model's "
-            f"{len(names)} tensors they belong to is not certain: {_ASK}."
+            f"{len(candidates)} tensors they belong to is not certain: {_ASK}."
         )
     return dict(zip(positions, chosen, strict=True))
 
@@ -242,9 +233,10 @@ def _by_shape_alone(
 
 
 def _only_embedding(
-    wanted: list[tuple[int, ...] | None], shapes: list[tuple[int, ...]], names: list[str]
+    wanted: list[tuple[int, ...] | None], candidates: Mapping[str, tuple[int, ...]]
 ) -> list[str] | None:
-    """Return the names of the only subsequence of ``shapes`` that equals ``wanted``; None unless there is one."""
+    """Return the names of the only subsequence of shapes that equals ``wanted``; None unless there is one."""
+    names, shapes = list(candidates), list(candidates.values())
     first = _greedy(wanted, shapes)
     last = _greedy(wanted[::-1], shapes[::-1])
     if first is None or last is None:

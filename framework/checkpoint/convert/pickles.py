@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ...core.errors import CheckpointError, ConfigurationError
-from ..codec import NUMPY, at, encode
+from ..codec import NUMPY, encode
 
 
 class _Attributes(dict[str, Any]):
@@ -280,8 +280,3 @@ def _plain(value: Any, place: tuple[str, ...], left: dict[tuple[str, ...], str])
         left[place] = f"{kind.__module__}.{kind.__qualname__}{detail}"
         return _LeftOut
     return value
-
-
-def notes_of(left: dict[tuple[str, ...], str]) -> list[str]:
-    """Return a line for each object that was left out."""
-    return [f"left out: {at(place)} ({kind})" for place, kind in left.items()]

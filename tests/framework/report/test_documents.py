@@ -206,18 +206,18 @@ def test_commands_times_and_numbers_are_short() -> None:
 def test_runs_are_found_by_path_and_by_the_end_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with refuses(ConfigurationError, "'.'"):
-        find_run(None, Path())
+        find_run(None)
     for name in ("gpt/version_0", "gpt/version_1", "deep/er/logs/version_7"):
         write_run(tmp_path / name, report=ended(0))
     (tmp_path / "gpt/version_1/checkpoints/version_9").mkdir(parents=True)
     assert len(find_runs(Path())) == 3
-    assert find_run(None, Path()) == Path("deep/er/logs/version_7")
+    assert find_run(None) == Path("deep/er/logs/version_7")
     for given in ("gpt/version_1", "1", "version_1", str(tmp_path / "gpt/version_1"), "gpt/version_1/report.json"):
-        assert find_run(given, Path()).absolute() == tmp_path / "gpt/version_1", given
-    assert find_run("gpt", Path()) == Path("gpt/version_1")
+        assert find_run(given).absolute() == tmp_path / "gpt/version_1", given
+    assert find_run("gpt") == Path("gpt/version_1")
     for given in ("gtp/version_1", "verson_1"):
         with refuses(ConfigurationError, repr(given), "'gpt/version_1'"):
-            find_run(given, Path())
+            find_run(given)
 
 
 def test_the_folder_of_a_model_is_no_run(tmp_path: Path) -> None:
