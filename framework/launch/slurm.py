@@ -2,6 +2,8 @@
 
 TimeLimit   makes all ranks save and end some time before the job's time limit, as a signal would
 requeue     puts the job back into the queue, after a signal that the user chose
+
+One place requeues a job: the job file of ``phalanx launch``, after the launchers have ended, and else rank 0.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from ..distributed.control import Triggers
 from ..system.launcher_env import Job
 
 NEAR_END = "time limit"
-REQUEUED_AT = ("SIGUSR1", "SIGUSR2")
-"""Signals of ``sbatch --signal``. After SIGTERM the queue itself decides whether to requeue the job."""
+# Those of ``sbatch --signal``. After SIGTERM the queue itself decides whether to requeue the job.
+_REQUEUED_AT = ("SIGUSR1", "SIGUSR2")
 _ANSWER_SECONDS = 30.0
 
 
@@ -46,8 +48,17 @@ class TimeLimit:
         self._timer.start()
 
 
-def requeue(job: Job) -> str:
-    """Put a job back into its queue; return a sentence that reports success or the error."""
+def requeue(job: Job, received: str) -> str:
+    """Put a job back into its queue after a signal that asks for it, unless its job file does so.
+
+    Args:
+        received: the name of the signal, or ``NEAR_END``.
+
+    Returns:
+        A sentence that reports success or the error; an empty text if nothing was requeued here.
+    """
+    if job.requeues or received not in _REQUEUED_AT:
+        return ""
     try:
         done = subprocess.run(
             ["scontrol", "requeue", job.name], capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
