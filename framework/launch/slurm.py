@@ -55,9 +55,19 @@ def requeue(job: Job, received: str) -> str:
         received: the name of the signal, or ``NEAR_END``.
 
     Returns:
-        A sentence that reports success or the error; an empty text if nothing was requeued here.
+        A sentence that reports success, the error, or how to have the job requeued at its time limit; else an empty
+        text.
     """
-    if job.requeues or received not in _REQUEUED_AT:
+    if job.requeues:
+        return ""
+    if received == NEAR_END:
+        # SLURM does not say whether a signal was to come, and by default allows each job to be requeued: it is unknown
+        # whether the user wants it. Without ``ckpt_path="auto"`` the run would begin anew, for ever.
+        return (
+            f"Job {job.name} was not put back into the queue, since no signal came before its time was nearly up: give "
+            "sbatch --signal=SIGUSR1@SECONDS, with more seconds than time_limit_margin."
+        )
+    if received not in _REQUEUED_AT:
         return ""
     try:
         done = subprocess.run(

@@ -349,12 +349,15 @@ def told(root: Path, module: Regressor, **settings: Any) -> str:
     return str(ended.value)
 
 
-def test_a_run_leaves_before_its_job_is_ended(tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_leaves_before_its_job_is_ended(
+    tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3))
     message = told(tmp_path, Slow(), time_limit_margin={"seconds": 2})
     assert "the job's time is nearly up: stopped after optimizer step" in message
     assert saved_step(tmp_path) > 1
     assert not queue.exists()
+    assert "Job 7 was not put back into the queue, since no signal came before its time" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("received", [signal.SIGUSR1, None])
