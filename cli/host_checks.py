@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ..framework.core.errors import ConfigurationError
+from ..framework.launch.node_records import clock_seconds
 from .machine_checks import Check, ToolError, output_of
 
 _PACKAGES = ("torch", "phalanx", "deepspeed")
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5, 30.0
-# Beyond it, times in logs mislead, and certificates and locks of shared file systems may fail.
-_MOST_CLOCK_SECONDS = 1.0
 _MOST_AT_ONCE = 32
 _PROGRAM = f"""
 import json, platform, time
@@ -80,7 +79,9 @@ def _checks(host: str, answer: Answer, own: dict[str, str | None]) -> Iterator[C
     clock = (
         f"{abs(answer.offset):.1f} s {direction}" if least_offset > 0 else f"equal within {answer.seconds / 2:.1f} s"
     )
-    yield Check("hosts", f"{host} clock", least_offset <= _MOST_CLOCK_SECONDS, clock, "synchronize it, as chrony does")
+    most = clock_seconds()
+    advice = f"synchronize it to within {most:g} s, as chrony does"
+    yield Check("hosts", f"{host} clock", least_offset <= most, clock, advice)
     theirs = answer.versions
     differing = [f"{name} {theirs.get(name)} and {mine} here" for name, mine in own.items() if theirs.get(name) != mine]
     shown = "; ".join(differing) or ", ".join(f"{name} {mine}" for name, mine in own.items() if mine)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..framework.core.errors import ConfigurationError, PhalanxError, Preempted, StorageError
+from ..framework.system.launcher_env import REQUEUES
 from .job import LAUNCHER, Job
 from .kubernetes_manifest import kubernetes_manifest
 from .terminal_text import say, say_json
@@ -33,7 +34,8 @@ def slurm_script(job: Job) -> str:
     ]
     # The launcher reads the number of its node, and the address of node 0, from the variables of srun.
     nodes = ["--nodes", str(job.nodes)] if job.nodes > 1 else []
-    command = shlex.join([sys.executable, *LAUNCHER, *job.options, *nodes, *job.program])
+    # In the command, since sbatch --export=NONE keeps variables of the job file from the tasks.
+    command = shlex.join(["env", f"{REQUEUES}=1", sys.executable, *LAUNCHER, *job.options, *nodes, *job.program])
     header = "\n".join(f"#SBATCH {shlex.quote(directive)}" for directive in directives)
     return f"""#!/bin/bash
 {header}
@@ -44,9 +46,7 @@ srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" {command}
 code=$?
 
 # {Preempted.exit_code}: preempted, or near the time limit, and saved. The job resumes in its next turn.
-if [ "$code" -eq {Preempted.exit_code} ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+[ "$code" -ne {Preempted.exit_code} ] || scontrol requeue "$SLURM_JOB_ID"
 exit "$code"
 """
 

@@ -31,6 +31,16 @@ def silent_seconds() -> float:
     return float(KEEP_ALIVE_SECONDS * KEEP_ALIVE_ATTEMPTS)
 
 
+def clock_seconds() -> float:
+    """Return by how many seconds the clock of a node may differ from that of the host with which all are compared.
+
+    A launcher takes another one for lost if the last sign of life is older than ``silent_seconds`` by its own clock.
+    Between two signs it is up to ``KEEP_ALIVE_SECONDS`` old. Half of the rest is for delays, and half for the clocks of
+    two nodes, one of which may be ahead and the other behind.
+    """
+    return (silent_seconds() - KEEP_ALIVE_SECONDS) / 4
+
+
 @dataclass(frozen=True)
 class NodeRecord:
     """An attempt on one node, written by its launcher."""

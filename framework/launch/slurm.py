@@ -2,6 +2,8 @@
 
 TimeLimit   makes all ranks save and end some time before the job's time limit, as a signal would
 requeue     puts the job back into the queue, after a signal that the user chose
+
+One place requeues a job: the job file of ``phalanx launch``, after the launchers have ended, and else rank 0.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from ..distributed.control import Triggers
 from ..system.launcher_env import Job
 
 NEAR_END = "time limit"
-REQUEUED_AT = ("SIGUSR1", "SIGUSR2")
-"""Signals of ``sbatch --signal``. After SIGTERM the queue itself decides whether to requeue the job."""
+# Those of ``sbatch --signal``. After SIGTERM the queue itself decides whether to requeue the job.
+_REQUEUED_AT = ("SIGUSR1", "SIGUSR2")
 _ANSWER_SECONDS = 30.0
 
 
@@ -46,8 +48,27 @@ class TimeLimit:
         self._timer.start()
 
 
-def requeue(job: Job) -> str:
-    """Put a job back into its queue; return a sentence that reports success or the error."""
+def requeue(job: Job, received: str) -> str:
+    """Put a job back into its queue after a signal that asks for it, unless its job file does so.
+
+    Args:
+        received: the name of the signal, or ``NEAR_END``.
+
+    Returns:
+        A sentence that reports success, the error, or how to have the job requeued at its time limit; else an empty
+        text.
+    """
+    if job.requeues:
+        return ""
+    if received == NEAR_END:
+        # SLURM does not say whether a signal was to come, and by default allows each job to be requeued: it is unknown
+        # whether the user wants it. Without ``ckpt_path="auto"`` the run would begin anew, for ever.
+        return (
+            f"Job {job.name} was not put back into the queue, since no signal came before its time was nearly up: give "
+            "sbatch --signal=SIGUSR1@SECONDS, with more seconds than time_limit_margin."
+        )
+    if received not in _REQUEUED_AT:
+        return ""
     try:
         done = subprocess.run(
             ["scontrol", "requeue", job.name], capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False

@@ -14,7 +14,7 @@ from typing import NoReturn
 from ..checkpoint import read_manifest
 from ..checkpoint.save_request import SaveRequest
 from ..core.errors import CheckpointError, NonFiniteError, Preempted, StorageError
-from ..launch.slurm import NEAR_END, REQUEUED_AT, requeue
+from ..launch.slurm import NEAR_END, requeue
 from ..launch.spot_notice import NOTICE
 from ..run.run import Run
 from ..storage.cached_url import local_place, portable
@@ -68,8 +68,8 @@ def leave(run: Run, directory: Path | None) -> NoReturn:
         run.strategy.restore(run.module)
         raise KeyboardInterrupt(message)
     job = current_job()
-    if job is not None and name in REQUEUED_AT and run.context.requeue and run.world.is_global_zero:
-        run.note(requeue(job))
+    if job is not None and run.context.requeue and run.world.is_global_zero and (sentence := requeue(job, name)):
+        run.note(sentence)
     raise Preempted(message)
 
 

@@ -32,6 +32,8 @@ HOST, PORT = "PHALANX_HOST", "PHALANX_PORT"
 DIRECTORY = "PHALANX_DIRECTORY"
 # The descriptor of the socket on which rank 0 serves the rendezvous.
 STORE_FD = "PHALANX_STORE_FD"
+# Set by a job file that requeues its SLURM job after the exit code of a preemption, so that the run does not, too.
+REQUEUES = "PHALANX_JOB_REQUEUES"
 
 _TITLES = {"phalanx": "phalanx", "torchrun": "torchrun", "slurm": "SLURM", "mpi": "mpirun"}
 _HOW_TO_START = {
@@ -118,6 +120,8 @@ class Job:
 
     name: str
     end: int | None
+    requeues: bool = False
+    """Whether the job file requeues the job after a preemption."""
 
 
 def read_job(variables: Mapping[str, str]) -> Job | None:
@@ -131,7 +135,8 @@ def read_job(variables: Mapping[str, str]) -> Job | None:
     if name is None:
         return None
     array, task = read.text("SLURM_ARRAY_JOB_ID"), read.text("SLURM_ARRAY_TASK_ID")
-    return Job(f"{array}_{task}" if array and task else name, read.number("SLURM_JOB_END_TIME"))
+    requeues = read.text(REQUEUES) is not None
+    return Job(f"{array}_{task}" if array and task else name, read.number("SLURM_JOB_END_TIME"), requeues)
 
 
 def check_devices(requested: int, placement: Placement, num_nodes: int = 1) -> None:

@@ -277,7 +277,10 @@ class TrainerSettings:
         check_addresses,
     )
     requeue: bool = _setting(
-        True, "put a SLURM job back into the queue after SIGUSR1 or SIGUSR2, as ``sbatch --signal`` sends them.", flag
+        True,
+        "put a SLURM job back into the queue after SIGUSR1 or SIGUSR2, as ``sbatch --signal`` sends them. A job file "
+        "of ``phalanx launch`` does so itself.",
+        flag,
     )
     time_limit_margin: Any = _setting(
         timedelta(minutes=2),

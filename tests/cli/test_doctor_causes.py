@@ -17,6 +17,7 @@ from called_command import CalledCommand
 from command_terminal import Terminal, shown_lines
 from ranks import run_command
 
+import phalanx
 from phalanx.cli.host_checks import check_hosts
 from phalanx.cli.machine_checks import Check, check_gpu_health
 
@@ -74,6 +75,7 @@ case "$1" in
   good) sh -c "$2" ;;
   old) sh -c "$2" | sed 's/"torch": "[^"]*"/"torch": "2.5.1"/' ;;
   late) sh -c "$2" | sed 's/"time": 1/"time": 2/' ;;
+  near) sh -c "$2" | awk '{ seconds = $2 - 2.5; sub(/[0-9.]+/, sprintf("%.3f", seconds)); print }' ;;
   loud) echo "welcome to the cluster"; sh -c "$2" ;;
   *) echo "ssh: Could not resolve hostname $1: Name or service not known" >&2; exit 255 ;;
 esac
@@ -93,12 +95,20 @@ def failing(checks: Iterator[Check]) -> dict[str, str]:
 
 @pytest.mark.usefixtures("_ssh")
 def test_hosts_that_answer_and_hosts_that_do_not() -> None:
-    assert failing(check_hosts(["good", "loud"])) == {}
+    assert failing(check_hosts(["good", "loud", "near"])) == {}
     found = failing(check_hosts(["gone", "old", "late"]))
     assert set(found) == {"gone", "old versions", "late clock"}
     assert found["gone"] == "ssh: Could not resolve hostname gone: Name or service not known"
     assert found["old versions"].startswith("torch 2.5.1 and ")
     assert found["late clock"].endswith(" s ahead")
+
+
+@pytest.mark.usefixtures("_ssh")
+def test_the_advice_on_clocks_is_that_of_the_page_about_clusters() -> None:
+    advice = next(check.advice for check in check_hosts(["late"]) if not check.good)
+    number = advice.removeprefix("synchronize it to within ").partition(" s, ")[0]
+    page = (Path(phalanx.__file__).parent / "docs" / "clusters.md").read_text()
+    assert f"Synchronize the clocks of the nodes to within {number} seconds" in page
 
 
 NVIDIA_SMI = """#!/bin/sh

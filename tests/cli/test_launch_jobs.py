@@ -79,6 +79,12 @@ def test_a_slurm_job_passes_arguments_on_as_they_are_and_is_queued_again_after_a
     assert given == ["-m", "phalanx", "launch", "-n", "2", *place, "train.py", AWKWARD]
     asked = tmp_path / "scontrol.txt"
     assert (asked.read_text().splitlines() if asked.exists() else []) == requeues
+    # As documented for jobs that are not to be queued again.
+    asked.unlink(missing_ok=True)
+    lines = (tmp_path / "job.sh").read_text().splitlines()
+    (tmp_path / "job.sh").write_text("\n".join(line for line in lines if "scontrol" not in line))
+    assert subprocess.run(["/bin/bash", "job.sh"], env=variables, check=False).returncode == code
+    assert not asked.exists()
 
 
 # ---- Kubernetes

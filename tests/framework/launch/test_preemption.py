@@ -7,6 +7,8 @@ import multiprocessing.synchronize
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -23,6 +25,7 @@ from ranks import run_script, wait_until
 from phalanx import Trainer
 from phalanx.callbacks import LambdaCallback, ModelCheckpoint
 from phalanx.checkpoint import open_checkpoint, verify
+from phalanx.cli import job, submission
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.distributed.control import Triggers
 from phalanx.framework.distributed.world import World
@@ -346,12 +349,45 @@ def told(root: Path, module: Regressor, **settings: Any) -> str:
     return str(ended.value)
 
 
-def test_a_run_leaves_before_its_job_is_ended(tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_leaves_before_its_job_is_ended(
+    tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3))
     message = told(tmp_path, Slow(), time_limit_margin={"seconds": 2})
     assert "the job's time is nearly up: stopped after optimizer step" in message
     assert saved_step(tmp_path) > 1
     assert not queue.exists()
+    assert "Job 7 was not put back into the queue, since no signal came before its time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("received", [signal.SIGUSR1, None])
+def test_a_job_is_put_back_once_if_its_file_does_so(
+    tmp_path: Path,
+    queue: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    received: int | None,
+) -> None:
+    commands = {
+        "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"',
+        "python": f"env -0 > {tmp_path}/variables\nexit 75",
+    }
+    for name, text in commands.items():
+        (command := tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        command.chmod(0o755)
+    text = submission.slurm_script(job.Job("train", "train.py", (), 1, 1, 0, 0, "", str(tmp_path)))
+    script = ["/bin/bash", "-c", text.replace(sys.executable, str(tmp_path / "bin" / "python"))]
+    assert subprocess.run(script, check=False).returncode == 75
+    assert queue.read_text() == "requeue 7\n"
+    # The run that the file has started.
+    variables = dict(each.split("=", 1) for each in (tmp_path / "variables").read_text().split("\0") if each)
+    for name in variables.keys() - os.environ.keys():
+        monkeypatch.setenv(name, variables[name])
+    if received is None:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 2))
+    told(tmp_path, Slow(received))
+    assert queue.read_text() == "requeue 7\n"
+    assert "put back" not in capsys.readouterr().out
 
 
 def test_of_a_short_job_half_is_trained() -> None:
