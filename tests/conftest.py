@@ -124,6 +124,13 @@ def _private_temp_dir() -> Iterator[None]:
     os.environ["TMPDIR"] = outside
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported_once() -> None:
+    """Keep what the files before have imported from being searched each time that a test collects garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(_private_temp_dir: None) -> Iterator[None]:
     """Seed before a test, and fail one that leaves something behind."""

@@ -1,8 +1,10 @@
-"""Helpers that run the command in a terminal of 80 columns, with a pipe, and with ``--json``."""
+"""Helpers that call the command in this process, or run it in a process of its own, also in a terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import json
 import os
 import pty
@@ -15,17 +17,34 @@ import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import phalanx_program
-from ranks import end_session, read_terminal, run_command, run_script, wait_until, warm_python
+from ranks import end_session, read_terminal, run_script, wait_until, warm_python
+
+from phalanx.cli.main import main
 
 PHALANX = Path(phalanx_program.__file__)
 """The script of the command."""
 
 
 def command(*arguments: Any, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own; ``stdout`` holds both its streams."""
-    return run_command([sys.executable, "-m", "phalanx", *map(str, arguments)], cwd, env)
+    """Call the command in this process; ``stdout`` holds both its streams, which are no terminal."""
+    before, written = Path.cwd(), io.BytesIO()
+    shown = io.TextIOWrapper(written, encoding="utf-8", write_through=True)
+    os.chdir(cwd)
+    try:
+        with (
+            mock.patch.dict(os.environ, env or {}),
+            contextlib.redirect_stdout(shown),
+            contextlib.redirect_stderr(shown),
+        ):
+            code = main([*map(str, arguments)])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    finally:
+        os.chdir(before)
+    return subprocess.CompletedProcess(arguments, code, written.getvalue().decode())
 
 
 def warm_command(*arguments: Any, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -35,7 +54,7 @@ def warm_command(*arguments: Any, cwd: Path, env: dict[str, str] | None = None) 
 
 def answer(*arguments: Any, cwd: Path) -> Any:
     """Return what a command prints with ``--json``."""
-    done = warm_command(*arguments, "--json", cwd=cwd)
+    done = command(*arguments, "--json", cwd=cwd)
     assert done.returncode == 0, done.stdout
     return json.loads(done.stdout)
 

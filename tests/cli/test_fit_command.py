@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
-import os
-import pty
+import re
 import shutil
-import struct
-import subprocess
 import sys
-import termios
 from pathlib import Path
 from typing import Any
 
 import configured
 import pytest
 import yaml
+from command_terminal import Terminal, command, shown_lines
 from hook_server import SECRET, HookServer
-from ranks import read_terminal, run_command, run_script
+from ranks import run_command, run_script
 
 # The console script, which here starts with its libraries imported.
 COMMAND = """
@@ -43,6 +39,19 @@ CONFIG: dict[str, Any] = {
         "callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_loss"}}],
     },
 }
+WITHOUT_CONFIGURATIONS = """
+import sys
+from phalanx import Trainer, TrainerCLI, configuration
+from phalanx.cli.main import main
+
+for arguments in ("--help", "fit --help", "fit train.py --trainer.max_epochs=3", "fit config.yaml"):
+    try:
+        code = main(arguments.split())
+    except SystemExit as ended:
+        code = ended.code
+    sys.stderr.flush()
+    print("ended with", code, flush=True)
+"""
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -138,13 +147,11 @@ def test_files_options_and_variables_are_merged(project: Path) -> None:
 def test_a_checkpoint_is_evaluated_and_resumed(project: Path) -> None:
     assert phalanx(project, "fit", "config.yaml")[0] == 0
     (checkpoint,) = newest(project).glob("checkpoints/*.ckpt")
-    for stage, metric in (("validate", "val_loss"), ("test", "test_loss")):
-        code, shown = phalanx(project, stage, "config.yaml", "--ckpt_path", str(checkpoint))
-        assert (code, metric in shown) == (0, True), shown
+    code, shown = phalanx(project, "test", "config.yaml", "--ckpt_path", str(checkpoint))
+    assert (code, "test_loss" in shown) == (0, True), shown
     assert phalanx(project, "predict", "config.yaml", f"--ckpt_path={checkpoint}")[0] == 0
     code, shown = phalanx(project, "fit", "config.yaml", f"--ckpt_path={checkpoint}", "--trainer.max_epochs=3")
     assert (code, "resumes" in shown) == (0, True), shown
-    assert phalanx(project, "fit", "config.yaml", "--trainer.max_epochs=3")[0] == 0
     assert "18 optimizer steps, 3 epochs" in shown
 
 
@@ -181,37 +188,15 @@ def test_a_fit_on_two_ranks(project: Path) -> None:
     assert len(losses_of(newest(project))) == 6
 
 
-def in_terminal(project: Path, *arguments: str) -> list[str]:
-    """Return the lines of a command in a terminal of 80 columns."""
-    mine, inside = pty.openpty()
-    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "phalanx", *arguments], stdin=inside, stdout=inside, stderr=inside, cwd=project,
-        env={**variables, "TERM": "xterm"}, start_new_session=True,
-    )  # fmt: skip
-    os.close(inside)
-    try:
-        shown = read_terminal(mine)
-        assert process.wait(60.0) == 0, shown
-    finally:
-        process.kill()
-        process.wait()
-    return shown.splitlines()
-
-
-@pytest.mark.timeout(180)
 def test_a_terminal_of_80_columns(project: Path) -> None:
-    assert any("strategy   single" in line for line in in_terminal(project, "fit", "config.yaml"))
+    lines = shown_lines(Terminal(["fit", "config.yaml"], project).end())
+    assert any("strategy   single" in line for line in lines)
 
 
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_the_help_fits_a_screen(project: Path, stage: str) -> None:
-    code, shown = phalanx(project, stage, "--help")
-    lines = shown.splitlines()
-    assert (code, lines[0]) == (0, f"usage: phalanx {stage} CONFIG... [--SECTION.NAME VALUE ...]")
-    assert max(map(len, lines)) <= 80
-    assert len(lines) <= 24
+def test_the_help_begins_with_the_form_of_the_command(project: Path) -> None:
+    for stage in ("fit", "validate", "test", "predict"):
+        first = command(stage, "--help", cwd=project, env={"COLUMNS": "80"}).stdout.splitlines()[0]
+        assert first == f"usage: phalanx {stage} CONFIG... [--SECTION.NAME VALUE ...]"
 
 
 @pytest.mark.parametrize(
@@ -220,13 +205,6 @@ def test_the_help_fits_a_screen(project: Path, stage: str) -> None:
         ("fit", "give a configuration file. Try 'phalanx fit --help'."),
         ("fit confg.yaml", "There is no file 'confg.yaml'. Did you mean 'config.yaml'?"),
         ("fit trian.py", "There is no script 'trian.py'. Did you mean 'train.py'?"),
-        (
-            "fit config.yaml --trainer.max_epoch 3",
-            "'--trainer.max_epoch' is not known. Did you mean '--trainer.max_epochs'?",
-        ),
-        ("fit config.yaml --trainer.strategy dpp", "strategy='dpp' is not known. Did you mean 'ddp'?"),
-        ("fit config.yaml --model project.Nett", "model: project has no 'Nett'. Did you mean 'Net'?"),
-        ("fit config.yaml --model.wdith 3", "model.wdith is not an argument of project.Net. Did you mean 'width'?"),
         (
             "fit train.py --trainer.max_epoch 3",
             "'--trainer.max_epoch' is not known. Did you mean '--trainer.max_epochs'?",
@@ -241,10 +219,18 @@ def test_the_help_fits_a_screen(project: Path, stage: str) -> None:
     ],
 )
 def test_a_wrong_command_line_is_answered_in_one_sentence(project: Path, arguments: str, expected: str) -> None:
-    code, shown = phalanx(project, *arguments.split())
-    assert (code, len(shown.splitlines())) == (78, 1), shown
-    assert shown.startswith("phalanx: ")
-    assert expected in shown
+    done = command(*arguments.split(), cwd=project)
+    assert (done.returncode, len(done.stdout.splitlines())) == (78, 1), done.stdout
+    assert done.stdout.startswith("phalanx: ")
+    assert expected in done.stdout
+    assert not (project / "phalanx_logs").exists()
+
+
+def test_a_wrong_configuration_is_answered_in_one_sentence(project: Path) -> None:
+    # test_wrong_configurations.py has many others.
+    code, shown = phalanx(project, "fit", "config.yaml", "--model.wdith", "3")
+    sentence = "phalanx: model.wdith is not an argument of project.Net. Did you mean 'width'?"
+    assert (code, len(shown.splitlines()), shown.startswith(sentence)) == (78, 1, True), shown
     assert not (project / "phalanx_logs").exists()
 
 
@@ -302,19 +288,10 @@ def test_a_script_that_the_script_starts_keeps_its_arguments(project: Path) -> N
 
 def test_jsonargparse_is_imported_for_configurations_only(project: Path) -> None:
     (project / "jsonargparse.py").write_text("raise ModuleNotFoundError('planted', name='jsonargparse')\n")
-    program = "import sys; from phalanx import Trainer, TrainerCLI, configuration; from phalanx.cli.main import main; "
-    for arguments, expected in (
-        (["--help"], 0),
-        (["fit", "--help"], 0),
-        (["fit", "train.py", "--trainer.max_epochs=2"], 0),
-        (["fit", "config.yaml"], 78),
-    ):
-        done = run_command(
-            [sys.executable, "-c", f"{program}sys.exit(main({arguments!r}))"], project, {"PYTHONPATH": str(project)}
-        )
-        assert done.returncode == expected, done.stdout
-    assert len(done.stdout.splitlines()) == 1
-    assert "jsonargparse" in done.stdout
+    done = run_command([sys.executable, "-c", WITHOUT_CONFIGURATIONS], project, {"PYTHONPATH": str(project)})
+    assert re.findall(r"^ended with (\d+)$", done.stdout, re.MULTILINE) == ["0", "0", "0", "78"], done.stdout
+    assert (project / "rank0.txt").read_text() == "1 3 18 []"
+    assert "jsonargparse" in done.stdout.splitlines()[-2]
 
 
 @pytest.mark.parametrize("option", ["--trainer.notify={}", "--trainer.notify+={}", "--trainer.notify {}"])

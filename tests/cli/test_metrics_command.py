@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_terminal import warm_command
+from command_terminal import command
 from made_runs import GONE, ended, running, write_run
 from messages import says
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,7 +36,7 @@ def parsed(text: str) -> Samples:
 
 
 def once(directory: Path) -> Samples:
-    done = warm_command("metrics", directory, "--once", cwd=directory)
+    done = command("metrics", directory, "--once", cwd=directory)
     assert done.returncode == 0, done.stdout
     return parsed(done.stdout)
 
@@ -101,7 +101,7 @@ def test_the_command_and_the_logger_have_the_same_defaults() -> None:
 
 
 def test_a_wrong_port_and_a_missing_run_are_refused(tmp_path: Path) -> None:
-    done = warm_command("metrics", "--port", "70000", cwd=tmp_path)
+    done = command("metrics", "--port", "70000", cwd=tmp_path)
     assert done.returncode == 78
     says(done.stdout, "port=70000")
-    assert warm_command("metrics", tmp_path / "nothing", cwd=tmp_path).returncode == 78
+    assert command("metrics", tmp_path / "nothing", cwd=tmp_path).returncode == 78

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_terminal import Terminal, shown_lines, warm_command
+from command_terminal import Terminal, command, shown_lines, warm_command
 from ranks import run_script
 
 from phalanx.framework.core.size_text import size_text
@@ -71,6 +71,8 @@ def everywhere(needs: dict[str, dict[str, int]], kind: str) -> int:
 def test_the_numbers_are_those_that_a_run_on_the_same_ranks_prints(script: Path, tmp_path: Path) -> None:
     arguments = [str(tmp_path), "auto", "2", "64", "keeps"]
     printed = run_script(script, *arguments).stdout
+    # All ranks have chosen the same strategy.
+    assert "handled by the script" not in printed, printed
     found, code = planned(script, *arguments)
     assert (code, found["fits"], found["ranks"], found["parameters"]) == (0, True, 2, PARAMETERS)
     rows = {
@@ -298,16 +300,17 @@ def test_a_script_without_a_fit_is_answered(name: str, script: Path) -> None:
 
 def test_wrong_arguments_are_answered_in_one_line(script: Path, tmp_path: Path) -> None:
     fit = [script.name, tmp_path, "ddp", "2", "64", "keeps"]
-    for arguments, expected in (
-        (["trian.py"], "There is no script 'trian.py'. Did you mean 'train.py'?"),
-        (["train:Modle"], "'train:Modle': train has no Modle. Did you mean 'Model'?"),
-        (["--ranks", "many", *fit], "argument --ranks: invalid int value: 'many'."),
-        (["--ranks", "12", *fit], "ranks=12 do not fill nodes of 8 ranks"),
-        (["--device-memory", "80", *fit], "--device-memory 80 has no unit: give a size such as 80GB."),
-        (["--device-memory", "lots", *fit], "device_memory='lots' is not a size"),
-        (["--strategy", "dpd", *fit], "Did you mean 'ddp'?"),
+    for run, arguments, expected in (
+        (command, ["trian.py"], "There is no script 'trian.py'. Did you mean 'train.py'?"),
+        (command, ["--ranks", "many", *fit], "argument --ranks: invalid int value: 'many'."),
+        (command, ["--device-memory", "80", *fit], "--device-memory 80 has no unit: give a size such as 80GB."),
+        (command, ["--strategy", "dpd", *fit], "Did you mean 'ddp'?"),
+        # These import the script, or run it.
+        (warm_command, ["train:Modle"], "'train:Modle': train has no Modle. Did you mean 'Model'?"),
+        (warm_command, ["--ranks", "12", *fit], "ranks=12 do not fill nodes of 8 ranks"),
+        (warm_command, ["--device-memory", "lots", *fit], "device_memory='lots' is not a size"),
     ):
-        done = warm_command("plan", *arguments, cwd=tmp_path)
+        done = run("plan", *arguments, cwd=tmp_path)
         lines = [line for line in done.stdout.splitlines() if line != "printed by the script"]
         assert (done.returncode, len(lines)) == (78, 1), done.stdout
         assert expected in lines[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_terminal import Terminal, shown_lines, warm_command
+from command_terminal import Terminal, command, shown_lines, warm_command
 
 from phalanx.cli import selftest
 from phalanx.cli.main import main
@@ -58,7 +58,7 @@ def test_a_strategy_that_cannot_be_used_is_skipped_with_the_reason(tmp_path: Pat
 
 
 def test_an_unknown_strategy_is_answered_in_one_line(tmp_path: Path) -> None:
-    done = warm_command("selftest", "--only", "fspd", cwd=tmp_path)
+    done = command("selftest", "--only", "fspd", cwd=tmp_path)
     assert (done.returncode, len(done.stdout.splitlines())) == (78, 1)
     assert "Did you mean 'fsdp'?" in done.stdout
 

@@ -1,9 +1,11 @@
-"""The recipes of preference tuning: what plain torch computes, under each strategy; exact resumes after a kill."""
+"""The recipes of preference tuning: what plain torch computes, under each strategy; exact resumes; the commands."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks, run_script
-from recipe_run import BATCHES, COOKBOOK, prepared, settings_of
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+import phalanx
 from phalanx import Callback, seed_everything
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.core.position_rng import mix_seed
 
-RUN = Path(__file__).parents[1] / "recipe_run.py"
-ROOT = COOKBOOK.parents[1]
+ROOT = Path(phalanx.__file__).parent
+COOKBOOK = ROOT / "examples" / "cookbook"
 PAGE = ROOT / "docs" / "preference-tuning.md"
+BATCHES = 4
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +45,31 @@ class Note(Callback):
             raise ValueError("stopped")
 
 
+def prepared(name: str, options: Any, root: Path, callbacks: list[Callback]) -> tuple[Any, Any, Any]:
+    """Return the Trainer, the module and the training loader of a recipe, for ``BATCHES`` batches."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "default_root_dir": root,
+        "logger": False,
+        "limit_train_batches": BATCHES,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    # For a moment: recipes have the names of other packages.
+    sys.path.insert(0, str(COOKBOOK))
+    recipe = importlib.import_module(name)
+    sys.path.remove(str(COOKBOOK))
+    length = {"batches": BATCHES} if name == "grpo" else {"max_epochs": 1}
+    trainer, module, (training, _) = recipe.prepare(options, callbacks=callbacks, **length, **settings)
+    return trainer, module, training
+
+
 def noted(name: str, strategy: str, lora: bool, root: Path, *names: str) -> list[list[float]]:
     """Train as the recipe does, without shuffling, as a whole and in two parts; return the metrics of each step."""
     options, found = Namespace(strategy=strategy, devices=2, lora=lora), []
     for folder, stop in (("whole", None), ("parts", 3), ("parts", None)):
         note, saver = Note(names, stop), ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
-        trainer, module, [training, _] = prepared(name, options, callbacks=[note, saver], **settings_of(root / folder))
+        trainer, module, training = prepared(name, options, root / folder, [note, saver])
         with contextlib.suppress(ValueError):
             trainer.fit(module, DataLoader(training.dataset, training.batch_size), ckpt_path="auto")
         found.append(note.values)
@@ -168,18 +190,6 @@ def test_grpo_is_plain_torch_on_the_global_batch(strategy: str, tmp_path: Path) 
 
 
 # ---- as scripts ------------------------------------------------------------------------------------------------------
-
-
-def test_a_killed_run_continues_bit_for_bit(tmp_path: Path) -> None:
-    tables = []
-    for folder, kills in (("whole", ()), ("killed", ("--kill", "2")), ("killed", ())):
-        root = tmp_path / folder
-        done = run_script(RUN, "grpo", "fsdp", "2", str(root), *kills, env={"OMP_NUM_THREADS": "1"})
-        assert bool(done.returncode) is bool(kills), done.stdout
-        tables.append("" if kills else (root / "run" / "version_0" / "metrics.csv").read_text())
-    whole, _, killed = tables
-    assert killed == whole
-    assert whole.count("\n") == BATCHES + 1
 
 
 COMMANDS = re.findall(r"^    python (examples/cookbook/\w+\.py) (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)

@@ -77,8 +77,9 @@ def module_name(path: Path) -> str:
     return ".".join(path.with_suffix("").parts)
 
 
-def imports(name: str, source: str) -> Iterator[Import]:
-    """Yield the imports of phalanx's own modules, those for type checkers alone included."""
+@cache
+def imports(name: str, source: str) -> list[Import]:
+    """Return the imports of phalanx's own modules, those for type checkers alone included."""
 
     def walk(node: ast.AST, inside: bool) -> Iterator[Import]:
         inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -92,7 +93,7 @@ def imports(name: str, source: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inside)
 
-    yield from walk(parsed(source), False)
+    return list(walk(parsed(source), False))
 
 
 def targets(name: str, node: ast.ImportFrom) -> list[str]:

@@ -146,11 +146,10 @@ def test_a_trainer_loads_nothing_heavy_beside_torch_and_no_module_that_a_plain_f
 
 
 def test_planted_modules_that_are_heavy_or_loaded_too_early_are_found() -> None:
-    heavy, early = loaded_by(
-        "import phalanx, rich", "from phalanx import Trainer; import phalanx.framework.launch.supervisor"
-    )
+    (heavy,) = loaded_by("import phalanx, rich")
     assert "rich" in packages(heavy) & HEAVY
-    assert loaded_too_early(early) >= {"launch.supervisor"}
+    early = {"phalanx.framework.launch.supervisor", "phalanx.framework.trainer.trainer"}
+    assert loaded_too_early(early) == {"launch.supervisor"}
 
 
 def test_a_planted_second_copy_is_found(tmp_path: Path) -> None:

@@ -128,7 +128,12 @@ def private_names(source: str) -> set[str]:
 def _names(tree: ast.AST, aliases: Mapping[str, str]) -> Iterator[str]:
     yield from aliases.values()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
+        # A name that goes on after a private part is found by that part, and in `torch._C` by the next one.
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = node.value
+        is_of_c = isinstance(owner, ast.Attribute) and owner.attr == "_C"
+        if node.attr.startswith("_") or isinstance(owner, ast.Name) or is_of_c:
             head, _, rest = ast.unparse(node).partition(".")
             yield f"{aliases.get(head, head)}.{rest}"
 
@@ -149,7 +154,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if ast.unparse(node.value) in ("self", "cls"):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                 yield node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -160,7 +165,7 @@ def used_attributes(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in _BY_STRING:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _BY_STRING:
             yield from (each.value for each in node.args if isinstance(each, ast.Constant) and type(each.value) is str)
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
 
 import pytest
-from test_layers import package_sources
+from test_layers import package_sources, parsed
 
 MAX_STRATEGY_METHODS = 20
 MAX_TRAITS = 8
@@ -26,16 +25,11 @@ _DICT_WRITES = {"update", "pop", "popitem", "setdefault", "clear", "__setitem__"
 NO_ORDINARY_WAY = "# No ordinary way:"
 
 
-@cache
-def parse(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
 def large_contract(sources: Mapping[str, str]) -> Breaches:
     """``Strategy`` with more than 20 public methods, ``Traits`` with more than 8 fields."""
 
     def too_large(source: str) -> Iterator[str]:
-        for node in ast.walk(parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef) and node.name == "Strategy":
                 names = [part.name for part in node.body if isinstance(part, Function)]
                 if sum(not name.startswith("_") for name in names) > MAX_STRATEGY_METHODS:
@@ -61,7 +55,7 @@ def rewired_objects(sources: Mapping[str, str]) -> Breaches:
 
     def unexplained(source: str) -> Iterator[str]:
         lines = source.splitlines()
-        return (ast.unparse(part) for node, part in _rewired(parse(source)) if not _is_explained(node, lines))
+        return (ast.unparse(part) for node, part in _rewired(parsed(source)) if not _is_explained(node, lines))
 
     return _by_module(sources, unexplained)
 
@@ -108,7 +102,7 @@ def long_chains(sources: Mapping[str, str]) -> Breaches:
     """Three dots and more after ``run``, ``trainer`` or ``fabric``, such as ``run.x.y.z``."""
 
     def chains(source: str) -> Iterator[str]:
-        tree = parse(source)
+        tree = parsed(source)
         inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and id(node) not in inner:

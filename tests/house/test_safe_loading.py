@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 
 import pytest
-from test_layers import dotted_name, parsed
-from test_style import CODE, ROOT, imported
+from test_layers import parsed
+from test_style import CODE, ROOT, imported, names_of
 
 # What runs code, imports by name, unpickles, or unpacks. A trailing dot stands for all that a module has.
 FORBIDDEN = (
@@ -56,18 +56,14 @@ EXCEPTIONS = {
 }
 
 
-def dotted(tree: ast.Module) -> list[tuple[int, str]]:
+def dotted(source: str) -> list[tuple[int, str]]:
     """Return every dotted name that a source uses or imports, under the name of its origin, and the line."""
-    aliases = dict(imported(tree))
-    found = []
+    tree = parsed(source)
+    # A dotted name that was not imported is that of a variable, which may be called like a module.
+    roots = {"builtins", *(origin.partition(".")[0] for _, origin in imported(tree))}
+    found = [(line, name) for line, name in names_of(source) if name.partition(".")[0] in roots]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Name):
-            head, _, rest = dotted_name(node).partition(".")
-            if head in aliases or not rest:
-                # A name that was not imported is a builtin, or a variable, which may be called like a module.
-                origin = aliases.get(head, f"builtins.{head}")
-                found.append((node.lineno, f"{origin}.{rest}" if rest else origin))
-        elif isinstance(node, ast.Import):
+        if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
@@ -77,7 +73,7 @@ def dotted(tree: ast.Module) -> list[tuple[int, str]]:
 def dangers(source: str) -> list[str]:
     """Return where a source uses something that is forbidden."""
     found = []
-    for line, name in dotted(parsed(source)):
+    for line, name in dotted(source):
         for each in FORBIDDEN:
             if name == each.rstrip(".") or (each.endswith(".") and name.startswith(each)):
                 found.append(f"{name} in line {line}")

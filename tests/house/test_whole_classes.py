@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from test_layers import FOLDERS, ROOT
+from test_layers import FOLDERS, ROOT, parsed
 
 
 def parts(sources: Mapping[str, str]) -> set[str]:
@@ -16,7 +16,7 @@ def parts(sources: Mapping[str, str]) -> set[str]:
     subclasses: dict[str, set[tuple[str, str]]] = defaultdict(set)
     mentions: Counter[str] = Counter()
     for path, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef):
                 homes[node.name] = path
                 for base in node.bases:

@@ -72,8 +72,6 @@ def check(results: list[Any], windows: list[int], clip: float | None, steps: int
         (2, {"units": (Block, nn.Embedding), "cpu_offload": True}),
         (2, {"units": 100, "activation_checkpointing": True}),
         (2, {"units": 10**6, "activation_checkpointing": (nn.LayerNorm, SmallGPT)}),
-        (2, {"replicas": 2}),
-        (2, {"tensor_parallel": 2}),
         (4, {"tensor_parallel": 2, "replicas": 2}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

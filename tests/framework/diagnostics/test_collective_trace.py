@@ -108,7 +108,8 @@ def agrees(strategy: str, debug: str | None) -> Tensor:
     trainer = silent_trainer(
         devices=2, strategy=strategy, max_epochs=2, debug=debug, accumulate_grad_batches=2, num_sanity_val_steps=1
     )
-    trainer.fit(module, loader(44, 4))
+    # In the last window, rank 0 has two micro-batches and rank 1 has one.
+    trainer.fit(module, loader(41, 4))
     return weights_of(module) if not next(module.parameters()).is_meta else torch.zeros(1)
 
 
@@ -117,20 +118,6 @@ def test_the_trace_does_not_change_training(strategy: str) -> None:
     plain, watched = (run_on_ranks(2, agrees, strategy, debug) for debug in (None, "collectives"))
     for one, other in zip(plain, watched, strict=True):
         assert torch.equal(one, other)
-
-
-def in_windows(debug: str | None) -> Tensor:
-    module = Regressor()
-    trainer = silent_trainer(devices=2, strategy="ddp", max_epochs=1, accumulate_grad_batches=3, debug=debug)
-    trainer.fit(module, loader(9, 2))
-    return weights_of(module)
-
-
-def test_ranks_may_have_different_numbers_of_micro_batches_in_a_window() -> None:
-    for traced, plain in zip(
-        run_on_ranks(2, in_windows, "collectives"), run_on_ranks(2, in_windows, None), strict=True
-    ):
-        torch.testing.assert_close(traced, plain, rtol=0, atol=0)
 
 
 def test_one_process_has_nothing_to_compare() -> None:

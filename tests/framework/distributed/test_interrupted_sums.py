@@ -11,27 +11,38 @@ import time
 import torch
 from free_ports import free_port
 from messages import refuses
-from ranks import run_on_ranks
+from ranks import run_on_ranks, run_script
 from torch import nn
 
 from phalanx import Fabric
 from phalanx.errors import RankError
 from phalanx.framework.system.processes import is_running
 
-LOOP = """
+RANKS = """
 import os, signal, sys
 import torch
 from phalanx import Fabric
 
-fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-fabric.launch()
-model = torch.nn.Linear(2, 1)
-model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for step in range(5):
-    if step == 2 and fabric.global_rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    fabric.backward(model(torch.ones(2, 2)).sum())
-    optimizer.step()
+def train():
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(5):
+        if step == 2 and fabric.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fabric.backward(model(torch.ones(2, 2)).sum())
+        optimizer.step()
+
+children = []
+for rank in ("0", "1"):
+    children.append(os.fork())
+    if children[-1] == 0:
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+        train()
+        sys.exit()
+print("rank 0 has ended with", os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]), flush=True)
+print("rank 1 has ended with", os.waitstatus_to_exitcode(os.waitpid(children[1], 0)[1]), flush=True)
 """
 
 
@@ -43,25 +54,10 @@ def test_a_process_that_its_parent_has_not_waited_for_does_not_run() -> None:
 
 
 def test_a_rank_that_was_killed_is_noticed_though_its_parent_does_not_wait_for_it() -> None:
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOOP],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        _, errors = ranks[0].communicate(timeout=60)
-        assert ranks[0].returncode == 1
-        assert "rank 1 (pid " in errors
-        assert "is gone" in errors
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    shown = run_script(RANKS, str(free_port())).stdout
+    assert "rank 1 (pid " in shown
+    assert "is gone" in shown
+    assert shown.splitlines()[-2:] == ["rank 0 has ended with 1", "rank 1 has ended with -9"]
 
 
 class Alarm(Exception):

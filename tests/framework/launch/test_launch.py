@@ -61,15 +61,6 @@ def test_a_rank_that_raises_is_named_with_its_traceback_last_and_once() -> None:
     assert done.returncode == 1
 
 
-def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
-    done = run_script(MEET + "if world.rank == 1: print(os.getpid()); os.kill(os.getpid(), signal.SIGKILL)\n" + TRAIN)
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("rank 1 (pid ")
-    assert last.endswith(") was killed by SIGKILL")
-    assert "Traceback" not in done.stdout
-    assert done.returncode == 128 + signal.SIGKILL
-
-
 LEAVES = f"""{MODEL}
 class Leaving(Model):
     def training_step(self, batch, batch_idx):

@@ -79,6 +79,7 @@ def test_the_screen_shows_rank_0_and_the_failure(tmp_path: Path, what: str) -> N
         assert message.startswith("rank 1 (pid ")
         assert message.endswith("was killed by SIGSEGV at step 3 (epoch 0, batch 3)")
         assert "[rank 1] the last of it" in lines
+        assert "Traceback" not in done.stdout
         return
     assert done.returncode == 1
     assert len(lines) <= 40

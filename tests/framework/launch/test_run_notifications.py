@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,12 @@ from hook_server import SECRET, HookServer
 from messages import refuses
 from model_script import MODEL
 from models import Regressor, loader, silent_trainer
-from ranks import completed, run_command, run_on_ranks, run_script, started_script, wait_until
+from ranks import completed, run_on_ranks, run_script, started_script, wait_until
 from small_fits import capturing
 
 from phalanx import Trainer
 from phalanx.callbacks import LambdaCallback
+from phalanx.cli.main import main
 from phalanx.errors import ConfigurationError
 from phalanx.framework.diagnostics.loss_checks import WARM_UP
 from phalanx.framework.report import notifications
@@ -76,8 +78,9 @@ def ran(folder: Path, hooks: HookServer, what: str, ranks: int = 1, restarts: in
 
 
 def why(folder: Path) -> dict[str, Any]:
-    done = run_command([sys.executable, "-m", "phalanx", "why", "--json"], folder)
-    answer: dict[str, Any] = json.loads(done.stdout)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main(["why", str(folder), "--json"]) == 0
+    answer: dict[str, Any] = json.loads(shown.getvalue())
     return answer
 
 

@@ -203,14 +203,6 @@ def test_ranks_that_were_interrupted_have_not_failed(tmp_path: Path, records: Re
     assert watch(tmp_path, "exit 130", "exit 130") == Verdict(130, "rank 1 got SIGINT", failed=True)
 
 
-def test_preempted_ranks_are_waited_for(tmp_path: Path, records: Records) -> None:
-    for rank in range(2):
-        RankRecords(str(tmp_path)).record_joined(rank)
-        records.failure(rank, Preempted("saved"))
-    verdict = watch(tmp_path, "exit 75", "sleep 1; exit 75")
-    assert verdict == Verdict(75, "saved", failed=True)
-
-
 def test_a_failure_beside_a_preempted_rank_is_shown(tmp_path: Path, records: Records) -> None:
     RankRecords(str(tmp_path)).record_joined(0)
     records.failure(0, Preempted("saved"))

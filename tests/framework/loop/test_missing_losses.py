@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from messages import refuses
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from small_fits import capturing
@@ -107,21 +105,3 @@ def test_an_epoch_that_a_hook_skips_needs_no_loss() -> None:
     notes = capturing(trainer)
     trainer.fit(Skipping("none"), loader(32))
     assert not any("returned None" in note for note in notes)
-
-
-def test_a_loss_of_another_type_is_refused_with_a_hint() -> None:
-    class Given(Regressor):
-        def __init__(self, change: Any) -> None:
-            super().__init__()
-            self.change = change
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.change(super().training_step(batch, batch_idx))
-
-    for change, name in (
-        (lambda loss: loss.item(), ".item()"),
-        (lambda loss: {"los": loss}, "'los'"),
-        (lambda loss: (loss, torch.ones(1)), "tuple"),
-    ):
-        with refuses(LoopError, name, "test_missing_losses.py, line ", varies=r"(?<=, line )\d+"):
-            silent_trainer(devices=1, max_steps=1).fit(Given(change), loader(8))

@@ -498,28 +498,6 @@ def test_auto_chooses_the_same_strategy_on_all_ranks_and_trains_the_same() -> No
     torch.testing.assert_close(found[0][2], expected)
 
 
-SCRIPT = """
-import os
-import sys
-sys.path.insert(0, {tests!r})
-from models import Regressor, loader, silent_trainer
-from phalanx.framework.trainer import auto_strategy as planning
-from phalanx.framework.memory.available_memory import Memory
-planning.available_memory = lambda *_: Memory(2500, 2500)
-for _ in range(2):
-    trainer = silent_trainer(strategy="auto", devices=2, max_steps=1)
-    trainer.fit(Regressor(), loader(batch_size=2))
-    # In one write: two ranks share the pipe.
-    os.write(1, f"RANK {{trainer.global_rank}} {{trainer.strategy.name}}\\n".encode())
-"""
-
-
-def test_ranks_of_a_script_choose_the_same_strategy() -> None:
-    done = run_script(SCRIPT.format(tests=str(Path(__file__).parents[2])))
-    assert sorted(re.findall("RANK . [a-z]+", done.stdout)) == ["RANK 0 fsdp"] * 2 + ["RANK 1 fsdp"] * 2, done.stdout
-    assert done.stdout.count("Memory for each") == 2
-
-
 # ---- documentation ------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[3] / "docs" / "choosing-a-strategy.md"

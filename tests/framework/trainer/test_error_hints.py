@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +62,6 @@ def test_one_rank_shows_the_users_lines_the_step_and_the_cause(
         assert "trainer.fit(Net(), data)" in output
         assert "framework/trainer" not in output
         assert len(output[output.index("Traceback") :].splitlines()) <= 20
-
-
-def test_an_interrupt_of_one_rank_shows_one_sentence(tmp_path: Path) -> None:
-    code, output = shown(tmp_path, "if batch_idx == 2: signal.raise_signal(signal.SIGINT)")
-    assert code == -signal.SIGINT
-    assert "Traceback" not in output
-    assert "SIGINT came: stopped after optimizer step 3" in output
-
-
-def test_errors_outside_of_phalanx_are_shown_as_python_shows_them() -> None:
-    done = run_script("import phalanx\ndef f():\n    raise KeyError('mine')\nf()\n")
-    assert done.returncode == 1
-    assert done.stdout.startswith("Traceback")
-    assert "KeyError: 'mine'" in done.stdout
 
 
 def test_a_file_of_torch_save_as_a_checkpoint_gets_the_next_step(tmp_path: Path) -> None:

@@ -100,9 +100,9 @@ def test_evaluations_use_the_fitted_weights(tmp_path: Path) -> None:
     assert again[0].keys() == {"val_loss"}
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("hsdp", 4), ("zero3", 2)])
-def test_forked_ranks_with_sharded_weights_bring_everything_back(strategy: str, ranks: int, tmp_path: Path) -> None:
-    module, trainer = fitted(ranks, tmp_path / "sharded", strategy=strategy)
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_forked_ranks_with_sharded_weights_bring_everything_back(strategy: str, tmp_path: Path) -> None:
+    module, trainer = fitted(2, tmp_path / "sharded", strategy=strategy)
     alone, single = fitted(1, tmp_path / "one")
     torch.testing.assert_close(weights_of(module), weights_of(alone), rtol=1e-5, atol=1e-6)
     assert (trainer.global_step, trainer.current_epoch) == (single.global_step, single.current_epoch) == (8, 2)
