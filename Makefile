@@ -97,8 +97,7 @@ tools:
 
 # Not part of `make test`: the local service of W&B sometimes drops its connection, and Ray takes long to start.
 services: $(DEV)
-	PHALANX_TEST_SERVICES=1 $(PY) -m pytest tests/loggers/test_remote_loggers.py tests/cli/test_launch_ray.py \
-		tests/cli/test_ray_tune.py $(ARGS)
+	PHALANX_TEST_SERVICES=1 $(PY) -m pytest tests/loggers/test_remote_loggers.py tests/cli/test_launch_ray.py $(ARGS)
 
 # The core of the suite with the oldest and the newest torch that pyproject.toml allows, each in an environment of its
 # own without DeepSpeed, Lightning and Accelerate. Several gigabytes each, as there are no other builds for most versions.
