@@ -25,7 +25,7 @@ def rewritten(before: str, is_package_file: bool = False) -> Rewritten:
     """Return a script as ``phalanx migrate`` leaves it; a second rewriting must change nothing."""
     source = textwrap.dedent(before).encode()
     outcome = migrate_script(source, is_package_file)
-    after = apply(source, outcome.edits)
+    after = apply(source, outcome.edits, outcome.encoding)
     compile(after, "after", "exec")
     assert migrate_script(after, is_package_file).edits == []
     return Rewritten(after.decode(), [(each.line, each.reason) for each in outcome.left])

@@ -39,6 +39,8 @@ class Outcome:
 
     edits: list[Edit] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    encoding: str = "utf-8"
+    """That of the file."""
 
     def replace(self, span: tuple[int, int], text: str, line: int) -> None:
         self.edits.append(Edit(*span, text, line))
@@ -72,7 +74,7 @@ def line_after(source: bytes, edits: Iterable[Edit], line: int) -> int:
     return line
 
 
-def apply(source: bytes, edits: Iterable[Edit], encoding: str = "utf-8") -> bytes:
+def apply(source: bytes, edits: Iterable[Edit], encoding: str) -> bytes:
     """Return the source with edits that do not overlap."""
     parts, position = [], 0
     for edit in edits:

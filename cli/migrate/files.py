@@ -90,7 +90,7 @@ def migrated(path: Path) -> Migrated:
             found.outcome = migrate_yaml(found.before)
         else:
             found.outcome = migrate_script(found.before, path.name == "__init__.py")
-        found.after = apply(found.before, found.outcome.edits)
+        found.after = apply(found.before, found.outcome.edits, found.outcome.encoding)
     except (OSError, ValueError) as error:
         found.error = str(error) if not isinstance(error, OSError) else f"reading {path} failed: {error.strerror}"
     return found

@@ -140,7 +140,7 @@ class ImportRewriter:
             start, end = self._source.span(binding.alias.name)
             if binding.alias.asname is not None:
                 _, end = self._source.span(binding.alias.asname.name)
-            if self._source.text[start:end].decode() != text:
+            if self._source.text[start:end].decode(self._source.encoding) != text:
                 self._outcome.replace((start, end), text, self._source.line(binding.alias))
 
     # ---- shared --------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ class Source:
         self.text = text
         wrapper = metadata.MetadataWrapper(cst.parse_module(text))
         self.tree = wrapper.module
+        # The spans count the bytes of UTF-8.
+        self._utf8 = None if self.encoding in ("utf-8", "utf8") else text.decode(self.encoding).encode()
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self._positions = wrapper.resolve(metadata.PositionProvider)
         self._names = wrapper.resolve(metadata.QualifiedNameProvider)
@@ -35,7 +37,12 @@ class Source:
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Return the first byte of a node and the one after its last."""
         span = self._spans[node]
-        return span.start, span.start + span.length
+        return self._offset(span.start), self._offset(span.start + span.length)
+
+    def _offset(self, utf8_offset: int) -> int:
+        if self._utf8 is None:
+            return utf8_offset
+        return len(self._utf8[:utf8_offset].decode().encode(self.encoding))
 
     def line(self, node: cst.CSTNode) -> int:
         line: int = self._positions[node].start.line

@@ -148,9 +148,13 @@ def test_a_file_that_is_not_python_is_one_sentence(tmp_path: Path, run: Any, con
 
 def test_the_encoding_of_a_file_stays(tmp_path: Path, run: Any) -> None:
     file = tmp_path / "train.py"
-    file.write_bytes("# coding: latin-1\nimport lightning  # Schrödinger\n".encode("latin-1"))
+    before = (
+        "# coding: latin-1\n# Schrödinger\nimport lightning  # ü\nfrom lightning import Trainer as Größe\n\n"
+        "names = 'ä', lightning.Trainer(max_epochs=1), Größe()\n"
+    )
+    file.write_bytes(before.encode("latin-1"))
     assert run(file, "--write").code == 0
-    assert file.read_bytes() == "# coding: latin-1\nimport phalanx  # Schrödinger\n".encode("latin-1")
+    assert file.read_bytes() == before.replace("lightning", "phalanx").encode("latin-1")
 
 
 def test_directories_are_searched(tmp_path: Path, run: Any) -> None:

@@ -13,7 +13,7 @@ from phalanx.cli.migrate.files import migrate_yaml
 def rewritten(before: str) -> tuple[str, list[tuple[int, str]]]:
     source = textwrap.dedent(before).encode()
     outcome = migrate_yaml(source)
-    after = apply(source, outcome.edits)
+    after = apply(source, outcome.edits, outcome.encoding)
     assert migrate_yaml(after).edits == []
     return after.decode(), [(each.line, each.reason) for each in outcome.left]
 
