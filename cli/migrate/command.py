@@ -75,7 +75,11 @@ def _print_source(line: str) -> None:
 def _as_json(each: Migrated) -> dict[str, object]:
     text = each.before
     replacements = [
-        {"line": edit.line, "old": text[edit.start : edit.end].decode("utf-8", "replace"), "new": edit.text}
+        {
+            "line": edit.line,
+            "old": text[edit.start : edit.end].decode(each.outcome.encoding, "replace"),
+            "new": edit.text,
+        }
         for edit in each.outcome.edits
     ]
     left = [{"line": one.line, "reason": one.reason, "page": one.page} for one in each.left]

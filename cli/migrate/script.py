@@ -57,7 +57,8 @@ def migrate_script(text: bytes, is_package_file: bool = False) -> Outcome:
         source = Source(text)
     except (cst.ParserSyntaxError, SyntaxError, ValueError) as error:
         raise NotPython(_reason(text, error)) from error
-    outcome.encoding = source.encoding
+    # A byte order mark stays at the start of the file.
+    outcome.encoding = source.encoding.removesuffix("-sig")
     if frameworks := imported_frameworks(source):
         found = bindings(source, outcome)
         rewriter = ImportRewriter(source, found, outcome, is_package_file)

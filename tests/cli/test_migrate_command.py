@@ -146,15 +146,17 @@ def test_a_file_that_is_not_python_is_one_sentence(tmp_path: Path, run: Any, con
     assert (broken.read_bytes(), good.read_text()) == (content, MIGRATED)
 
 
-def test_the_encoding_of_a_file_stays(tmp_path: Path, run: Any) -> None:
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-8", "utf-8-sig"])
+def test_the_encoding_of_a_file_stays(tmp_path: Path, run: Any, encoding: str) -> None:
     file = tmp_path / "train.py"
     before = (
-        "# coding: latin-1\n# Schrödinger\nimport lightning  # ü\nfrom lightning import Trainer as Größe\n\n"
+        f"# coding: {encoding.removesuffix('-sig')}\n# Schrödinger\nimport lightning  # ü\n"
+        "from lightning import Trainer as Größe\n\n"
         "names = 'ä', lightning.Trainer(max_epochs=1), Größe()\n"
     )
-    file.write_bytes(before.encode("latin-1"))
+    file.write_bytes(before.encode(encoding))
     assert run(file, "--write").code == 0
-    assert file.read_bytes() == before.replace("lightning", "phalanx").encode("latin-1")
+    assert file.read_bytes() == before.replace("lightning", "phalanx").encode(encoding)
 
 
 def test_directories_are_searched(tmp_path: Path, run: Any) -> None:
