@@ -34,8 +34,10 @@ def slurm_script(job: Job) -> str:
     ]
     # The launcher reads the number of its node, and the address of node 0, from the variables of srun.
     nodes = ["--nodes", str(job.nodes)] if job.nodes > 1 else []
-    # In the command, since sbatch --export=NONE keeps variables of the job file from the tasks.
-    command = shlex.join(["env", f"{REQUEUES}=1", sys.executable, *LAUNCHER, *job.options, *nodes, *job.program])
+    # In the command, since sbatch --export=NONE keeps variables of the job file from the tasks. With the number of the
+    # job, since a job that the run submits has its variables, too.
+    command = shlex.join([sys.executable, *LAUNCHER, *job.options, *nodes, *job.program])
+    command = f'env {REQUEUES}="$SLURM_JOB_ID" {command}'
     header = "\n".join(f"#SBATCH {shlex.quote(directive)}" for directive in directives)
     return f"""#!/bin/bash
 {header}

@@ -64,8 +64,8 @@ def requeue(job: Job, received: str) -> str:
         # SLURM does not say whether a signal was to come, and by default allows each job to be requeued: it is unknown
         # whether the user wants it. Without ``ckpt_path="auto"`` the run would begin anew, for ever.
         return (
-            f"Job {job.name} was not put back into the queue, since no signal came before its time was nearly up: give "
-            "sbatch --signal=SIGUSR1@SECONDS, with more seconds than time_limit_margin."
+            f"phalanx did not put job {job.name} back into the queue, since no signal came before its time was nearly "
+            "up: give sbatch --signal=SIGUSR1@SECONDS, with more seconds than time_limit_margin."
         )
     if received not in _REQUEUED_AT:
         return ""

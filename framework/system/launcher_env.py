@@ -32,7 +32,7 @@ HOST, PORT = "PHALANX_HOST", "PHALANX_PORT"
 DIRECTORY = "PHALANX_DIRECTORY"
 # The descriptor of the socket on which rank 0 serves the rendezvous.
 STORE_FD = "PHALANX_STORE_FD"
-# Set by a job file that requeues its SLURM job after the exit code of a preemption, so that the run does not, too.
+# The number of a SLURM job whose file requeues it after the exit code of a preemption, so that the run does not, too.
 REQUEUES = "PHALANX_JOB_REQUEUES"
 
 _TITLES = {"phalanx": "phalanx", "torchrun": "torchrun", "slurm": "SLURM", "mpi": "mpirun"}
@@ -135,7 +135,7 @@ def read_job(variables: Mapping[str, str]) -> Job | None:
     if name is None:
         return None
     array, task = read.text("SLURM_ARRAY_JOB_ID"), read.text("SLURM_ARRAY_TASK_ID")
-    requeues = read.text(REQUEUES) is not None
+    requeues = read.text(REQUEUES) == name
     return Job(f"{array}_{task}" if array and task else name, read.number("SLURM_JOB_END_TIME"), requeues)
 
 

@@ -357,7 +357,7 @@ def test_a_run_leaves_before_its_job_is_ended(
     assert "the job's time is nearly up: stopped after optimizer step" in message
     assert saved_step(tmp_path) > 1
     assert not queue.exists()
-    assert "Job 7 was not put back into the queue, since no signal came before its time" in capsys.readouterr().out
+    assert "phalanx did not put job 7 back into the queue, since no signal came before" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("received", [signal.SIGUSR1, None])
