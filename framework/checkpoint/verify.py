@@ -46,19 +46,18 @@ def was_replaced(path: str | os.PathLike[str], manifest: Manifest) -> bool:
 
 def problems_of(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[str]) -> list[str]:
     """Read every byte of some of a checkpoint's files and return a list of problems, one sentence each."""
-    return [problem for _, problem in _problems(Path(path), manifest, files)]
+    return [problem for _, found in _problems(Path(path), manifest, files) for problem in found]
 
 
 def bad_files(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[str]) -> set[str]:
-    """Read every byte of some of a checkpoint's files and return the names of those that are damaged."""
-    return {name for name, _ in _problems(Path(path), manifest, files)}
+    """Read some of a checkpoint's files and return the names of those that are damaged."""
+    return {name for name, found in _problems(Path(path), manifest, files) if any(True for _ in found)}
 
 
-def _problems(path: Path, manifest: Manifest, files: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name of the file and a sentence for each problem of some files."""
+def _problems(path: Path, manifest: Manifest, files: Iterable[str]) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yield the names of some files, each with a sentence for each of its problems; reads as far as they are asked."""
     for name, expected in _expected_headers(manifest, files).items():
-        for problem in _file_problems(path / name, manifest.files[name], expected):
-            yield name, problem
+        yield name, _file_problems(path / name, manifest.files[name], expected)
 
 
 @names_arguments
