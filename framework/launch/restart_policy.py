@@ -34,7 +34,7 @@ def why_never_restarted(launcher: str | None, max_restarts: int) -> str | None:
         return None
     return (
         "its processes were started without restarts: give them to phalanx launch, as --max-restarts "
-        f"{max_restarts}, or to the Trainer or Fabric that starts the processes"
+        f"{max_restarts}, or to the Trainer or Fabric that starts the processes of the script"
     )
 
 
