@@ -56,12 +56,17 @@ def available_memory(device: torch.device) -> int | None:
     None where the device does not say so, such as one that shares the memory of the host.
     """
 
-    def free(which: torch.device) -> int:
-        # Memory that torch's allocator has reserved and not given to a tensor.
-        spare = torch.accelerator.memory_reserved(which) - torch.accelerator.memory_allocated(which)
-        return torch.accelerator.get_memory_info(which)[0] + spare
+    # Memory that torch's allocator has reserved and not given to a tensor.
+    spare = _asked(
+        device, lambda which: torch.accelerator.memory_reserved(which) - torch.accelerator.memory_allocated(which)
+    )
+    free = free_memory(device)
+    return None if free is None or spare is None else free + spare
 
-    return _asked(device, free)
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes of a device that nothing has reserved; None where the device does not say so."""
+    return _asked(device, lambda which: torch.accelerator.get_memory_info(which)[0])
 
 
 def restart_peak(device: torch.device) -> None:

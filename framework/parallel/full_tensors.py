@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..checkpoint.manifest import is_flat
 from ..checkpoint.write_plan import Shard
-from ..core.accelerators import available_memory
+from ..core.accelerators import free_memory
+from ..distributed.devices import empty_caches
 from ..distributed.world import World
 
 
@@ -22,7 +23,11 @@ def device_of_whole(sizes: Sequence[int], device: torch.device) -> torch.device:
         sizes: the bytes of each full tensor.
         device: the device of this rank.
     """
-    free = available_memory(device)
+    if device.type == "cpu":
+        return device
+    # Without what torch caches: much of it lies between tensors, where no large one fits.
+    empty_caches()
+    free = free_memory(device)
     # Beside the last full tensor there are what was gathered for it and a copy.
     return device if free is None or sum(sizes) + 2 * max(sizes, default=0) <= free else torch.device("cpu")
 

@@ -65,7 +65,7 @@ def leave(run: Run, directory: Path | None) -> NoReturn:
     if name == "SIGINT":
         # The end of the process, or the notebook, shows the message. The user may continue with this module, in a
         # notebook or after an ``except`` clause. All ranks are here.
-        run.strategy.restore(run.module)
+        run.restore_module()
         raise KeyboardInterrupt(message)
     job = current_job()
     if job is not None and run.context.requeue and run.world.is_global_zero and (sentence := requeue(job, name)):

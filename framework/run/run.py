@@ -249,6 +249,14 @@ class Run:
         self.is_stopped = self.stop_requested and self._may_stop is not None and self._may_stop()
         return self.is_stopped
 
+    def restore_module(self) -> None:
+        """Take the module from its strategy, which may gather its weights. Collective."""
+        module, device = self.module, self.world.device
+        was_here = any(each.device == device for each in module.parameters())
+        self.strategy.restore(module)
+        if was_here and device.type != "cpu" and all(each.device.type == "cpu" for each in module.parameters()):
+            self.note(f"The full weights are on the CPU, as they do not fit into the free memory of {device}.")
+
     # ---- updates --------------------------------------------------------------------------------------------------
 
     def trainability_changed(self) -> None:

@@ -84,16 +84,6 @@ def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
         return results
 
 
-def _restore(session: Session, run: Run) -> None:
-    """Take the module from its strategy, which may gather its weights. Collective."""
-    module, device = run.module, run.world.device
-    was_here = any(each.device == device for each in module.parameters())
-    session.fabric.strategy.restore(module)
-    guard_absent(module)
-    if was_here and device.type != "cpu" and all(each.device.type == "cpu" for each in module.parameters()):
-        session.note(f"The full weights are on the CPU, as they do not fit into the free memory of {device}.")
-
-
 @contextmanager
 def running(session: Session, stage: str, request: StageRequest) -> Generator[None, None, None]:
     """Context of a run that tears down on exit, also after an error."""
@@ -108,7 +98,8 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
             session.heartbeat.enter("teardown")
             session.state = replace(session.state, status="finished")
             if session.run is not None:
-                _restore(session, session.run)
+                session.run.restore_module()
+                guard_absent(session.run.module)
             _teardown(session, stage)
         except BaseException as error:
             session.heartbeat.enter("teardown")

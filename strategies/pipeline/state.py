@@ -68,17 +68,18 @@ class StagedState(ShardedState):
         """
         named = dict(tensors_of(module))
         shards = {name: shard_of(tensor) for name, tensor in named.items() if self._saves(tensor)}
+        split = [each for name, each in named.items() if name not in shards or isinstance(each, DTensor)]
+        sizes = [each.numel() * each.element_size() for each in split] if self._world.is_global_zero else []
+        device = device_of_whole(sizes, self._world.device)
         found: dict[str, Tensor] = {}
         for name, whole in whole_tensors(shards, self._world):
             if self._world.is_global_zero and (name not in shards or isinstance(named[name], DTensor)):
-                found[name] = whole
-        device = device_of_whole([each.nbytes for each in found.values()], self._world.device)
+                found[name] = whole.to(device)
 
         def held(name: str, tensor: Tensor) -> Tensor | None:
             if isinstance(tensor, DTensor) and name not in found:
                 return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            whole = found.pop(name, None)
-            return None if whole is None else whole.to(device)
+            return found.get(name)
 
         replace_tensors(module, held)
         if device != self._world.device:

@@ -67,7 +67,7 @@ def test_the_numbers_are_those_of_the_cpu(strategy: str) -> None:
 def two_fits(strategy: str, is_small: bool) -> tuple[set[str], list[float], dict[str, Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         if is_small:
-            patch.setattr(full_tensors, "available_memory", lambda device: 64)
+            patch.setattr(full_tensors, "free_memory", lambda device: 64)
         module = Classifier(optimizer="sgd")
         emulated_trainer(2, strategy=strategy, max_steps=2).fit(module, batches(4))
         places = {each.device.type for each in (*module.parameters(), *module.buffers())}
