@@ -57,8 +57,7 @@ demo: $(DEMO)
 	$(PY) examples/digits.py --strategy ddp --devices 2
 
 # The type checker and the compilers of DeepSpeed's Adam and of the emulated devices run beside the tests; what they have
-# to say comes after them. The last line says which tests were left out: see tests/tiers.py. Most tests have ranks, which
-# wait for one another half of the time: more tests at a time than cores take no less time.
+# to say comes after them. The last line says which tests were left out: see tests/tiers.py.
 JOBS ?= 2
 PYTEST = $(PY) -m pytest -n $(JOBS) --dist worksteal
 QUICK := $(VENV)/left-out.txt
@@ -75,8 +74,10 @@ test: tools lint
 COMPILE = { $(PY) -m phalanx.strategies.deepspeed.ops cpu_adam && $(PY) tests/emulated_cuda/emulation_build.py; }
 
 # Without libaio the tests of NVMe are left out, and the last line says so; with COMPLETE=1 that is an error. TIER=rest
-# runs what `make test` leaves out.
+# runs what `make test` leaves out. Slow tests wait for processes, limits and disks a third of the time, so that three at
+# a time take less than two do on two cores.
 TIER ?= all
+check: JOBS = 3
 check: tools ops
 	@$(HAS_LIBAIO) || selected='not nvme'; \
 	$(PYTEST) --tier $(TIER) --durations 30 --durations-min 5 -m "$$selected" $(ARGS); status=$$?; \
