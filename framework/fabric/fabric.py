@@ -229,7 +229,10 @@ class Fabric(RankProperties):
 
     @names_arguments
     def free_memory(self, *objects: Any) -> list[None]:
-        """Release everything that was set up and empty the caches; return a None for each object, to assign to it."""
+        """Release everything that was set up and empty the caches; return a None for each object, to assign to it.
+
+        Under the ``zero`` strategies, the model of a Fabric that is only dropped stays in memory.
+        """
         for part in (self._prepared, self._training, self._checkpoints, self._snapshots):
             part.clear()
         count = len(objects)

@@ -11,7 +11,7 @@ and does not run. They do nothing for other parameters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -101,6 +101,11 @@ def watch(parameters: list[nn.Parameter], gradients: LentGradients) -> None:
     if not _OWNERS and not _INSIDE:
         _install()
     _OWNERS.update({id(one): gradients for one in parameters})
+
+
+def are_watched(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether any of these parameters is that of an engine."""
+    return any(id(one) in _OWNERS for one in parameters)
 
 
 def unwatch(parameters: list[nn.Parameter]) -> None:

@@ -20,7 +20,7 @@ from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import supplied_names
 from ...framework.parallel.strategy import StepFunction
-from .access import LentGradients, engine_runs, unwatch, watch
+from .access import LentGradients, are_watched, engine_runs, unwatch, watch
 from .arguments import ZeroOptions
 from .config import engine_config
 from .engine import Splitter, backend, start_engine, stop_engine, use_local_device
@@ -100,8 +100,15 @@ class EngineSession:
             supplied: canonical names of the tensors that are loaded later.
 
         Raises:
-            ConfigurationError: the engine does not support the optimizer, or rank 0 has no data for a parameter.
+            ConfigurationError: the engine does not support the optimizer, rank 0 has no data for a parameter, or
+                another engine has parameters of the module.
         """
+        if are_watched(module.parameters()):
+            # The hooks of that engine would take the gradients.
+            raise ConfigurationError(
+                f"strategy={self._name!r} was given a {type(module).__name__} that is still in the engine of an "
+                "earlier set-up: call free_memory of the Fabric that set it up, or build a new module."
+            )
         compute_dtype = self._compute_dtype if optimizers else None
         check_memory(module, self._name)
         for optimizer in optimizers:

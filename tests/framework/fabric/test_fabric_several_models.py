@@ -223,3 +223,43 @@ def test_a_state_of_more_registered_objects_is_refused(tmp_path: Path) -> None:
     second.register_for_checkpointing(Meter())
     with refuses(CheckpointError, "2 registered objects", "register_for_checkpointing"):
         second.load_state(tmp_path / "state")
+
+
+# ---- a module of two Fabrics -----------------------------------------------------------------------------------------
+
+
+def updated(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Any, x: Tensor) -> list[float]:
+    losses = []
+    for _ in range(3):
+        loss = loss_of(model, x)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def set_up_twice(strategy: str) -> tuple[str, list[float]]:
+    """Return why a second Fabric refuses a module, and the losses once the first one has released it."""
+    module, told = two_layers(), ""
+    first, second = (Fabric(accelerator="cpu", strategy=strategy, devices="auto") for _ in range(2))
+    model, optimizer = first.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    losses = updated(model, optimizer, first.backward, X)
+    try:
+        second.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    except ConfigurationError as error:
+        told = str(error)
+    first.free_memory()
+    model, optimizer = second.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    losses += updated(model, optimizer, second.backward, X)
+    second.free_memory()
+    return told, losses
+
+
+def test_a_module_in_the_engine_of_another_fabric_is_refused() -> None:
+    """The hooks of the first engine would take the gradients of the second."""
+    ((told, losses),) = run_on_ranks(1, set_up_twice, "zero1")
+    says(told, "zero1", "free_memory")
+    model = two_layers()
+    expected = [updated(model, torch.optim.SGD(model.parameters(), lr=0.1), Tensor.backward, X) for _ in range(2)]
+    assert losses == pytest.approx(list(chain(*expected)))
