@@ -62,7 +62,7 @@ def requeue(job: Job, received: str) -> str:
         return ""
     if received == NEAR_END:
         # SLURM does not say whether a signal was to come, and by default allows each job to be requeued: it is unknown
-        # whether the user wants it. Without ``ckpt_path="auto"`` the run would begin anew, for ever.
+        # whether the user wants it. Without ``ckpt_path="auto"``, each requeued job would train from the start.
         return (
             f"phalanx did not put job {job.name} back into the queue, since no signal came before its time was nearly "
             "up: give sbatch --signal=SIGUSR1@SECONDS, with more seconds than time_limit_margin."

@@ -20,16 +20,16 @@ def device_of_whole(sizes: Sequence[int], device: torch.device) -> torch.device:
     A model may be sharded because it fits into no single GPU.
 
     Args:
-        sizes: the bytes of each full tensor.
+        sizes: the bytes of each full tensor; none on a rank that keeps none.
         device: the device of this rank.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or not sizes:
         return device
     # Without what torch caches: much of it lies between tensors, where no large one fits.
     empty_caches()
     free = free_memory(device)
     # Beside the last full tensor there are what was gathered for it and a copy.
-    return device if free is None or sum(sizes) + 2 * max(sizes, default=0) <= free else torch.device("cpu")
+    return device if free is None or sum(sizes) + 2 * max(sizes) <= free else torch.device("cpu")
 
 
 def whole_tensors(shards: Mapping[str, Shard], world: World) -> Iterator[tuple[str, Tensor]]:

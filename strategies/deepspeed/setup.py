@@ -270,7 +270,8 @@ def gather_weights(module: nn.Module, state: EngineState, dtypes: Mapping[int, t
     """
     world = state.world
     left: dict[int, Tensor] = {}
-    sizes = [full_size(each) * dtypes[id(each)].itemsize for each in module.parameters() if is_split(each)]
+    gathered = [each for each in module.parameters() if is_split(each)] if here else []
+    sizes = [full_size(each) * dtypes[id(each)].itemsize for each in gathered]
     device = device_of_whole(sizes, world.device)
     for parameter, start, piece in state.pieces(module):
         shape, dtype = full_shape(parameter), dtypes[id(parameter)]
@@ -286,7 +287,7 @@ def gather_weights(module: nn.Module, state: EngineState, dtypes: Mapping[int, t
             left[id(parameter)] = torch.empty(shape, dtype=dtype, device="meta")
     if left:
         replace_tensors(module, lambda _, tensor: left.get(id(tensor)))
-    if here and device != world.device:
+    if device != world.device:
         module.to(device)
 
 

@@ -368,9 +368,9 @@ class ShardedModel:
         A rank whose device cannot hold them moves the module to the CPU.
         """
         keeps = everywhere or self.world.rank == 0
-        split = [each for each in self.module.parameters() if isinstance(each, DTensor)]
-        sizes = [each.numel() * each.element_size() for each in split]
-        device = device_of_whole(sizes, self.world.device) if self.world.size > 1 else self.world.device
+        gathered = self.module.parameters() if keeps and self.world.size > 1 else ()
+        sizes = [each.numel() * each.element_size() for each in gathered if isinstance(each, DTensor)]
+        device = device_of_whole(sizes, self.world.device)
         is_moved = device != self.world.device
 
         def whole(_: str, tensor: Tensor) -> Tensor | None:
@@ -385,6 +385,6 @@ class ShardedModel:
 
         before = dict(self.module.named_parameters())
         replace_tensors(self.module, whole)
-        if is_moved and keeps:
+        if is_moved:
             self.module.to(device)
         self.hooks.give_back(before, dict(self.module.named_parameters()))

@@ -128,7 +128,7 @@ def private_names(source: str) -> set[str]:
 def _names(tree: ast.AST, aliases: Mapping[str, str]) -> Iterator[str]:
     yield from aliases.values()
     for node in ast.walk(tree):
-        # A name that goes on after a private part is found by that part, and in `torch._C` by the next one.
+        # A dotted name is reported up to its first private part, and under `torch._C` up to the part after it.
         if not isinstance(node, ast.Attribute):
             continue
         owner = node.value
